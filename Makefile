@@ -1,0 +1,37 @@
+# make setup · make demo · make test · make bench · make lint; each does everything it needs, on a fresh machine too.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(CURDIR)/$(VENV)/bin
+CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+setup: $(VENV)/.built
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/pip install --quiet torch==2.13.0 "setuptools>=77" wheel ninja pybind11
+	touch $@
+
+# The Python part, editable, and the development tools; the compiled module is then built in place, file by file.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
+	FAST_TRANSFORMER_SKIP_EXT=1 $(RUN)/pip install --quiet --no-build-isolation --editable ".[dev]"
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed $(CPP)
+	PATH="$(RUN):$$PATH" $(RUN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
+demo: setup
+	$(RUN)/python -m fast_transformer.demo
+
+test: setup
+	$(RUN)/python -m pytest -q
+
+bench: setup
+	cd benchmarks && for file in bench_*.py; do $(RUN)/python $$file || exit 1; done
+
+lint: $(VENV)/.installed
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/clang-format --dry-run -Werror $(CPP)
+
+.PHONY: setup demo test bench lint

@@ -1,0 +1,86 @@
+// Conversions from torch's world into the kernels', and the checks that keep them from reading or writing out of bounds.
+// Python has already refused bad arguments with better words; these guard the ops against being called past it.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+
+#include "cpu/kernels.h"
+#include "philox.h"
+
+namespace ft {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+inline bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+
+inline DType dtype_of(const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat: return DType::f32;
+    case at::kBFloat16: return DType::bf16;
+    case at::kHalf: return DType::f16;
+    case at::kDouble: return DType::f64;
+    default: TORCH_CHECK_TYPE(false, "expected float32, bfloat16, float16 or float64, got ", t.scalar_type());
+  }
+}
+
+inline at::ScalarType compute_type(const at::Tensor& t) { return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+// A tensor (..., N) as (rows, N) with unit last stride; copies only where no view will do.
+inline at::Tensor as_rows(const at::Tensor& t) {
+  TORCH_CHECK_VALUE(t.dim() >= 1, "expected at least one dimension");
+  const int64_t n = t.size(-1);
+  const at::Tensor rows = t.reshape({n == 0 ? 0 : t.numel() / n, n});
+  return n == 1 || rows.stride(1) == 1 ? rows : rows.contiguous();
+}
+
+// `t` as rows of the shape and dtype of `like`, which is already rows.
+inline at::Tensor as_rows_like(const at::Tensor& t, const at::Tensor& like) {
+  at::Tensor rows = as_rows(t);
+  TORCH_CHECK_VALUE(rows.sizes() == like.sizes() && rows.scalar_type() == like.scalar_type() && rows.device() == like.device(),
+                    "expected rows of shape ", like.sizes(), " and dtype ", like.scalar_type(), ", got ", rows.sizes(), " ",
+                    rows.scalar_type());
+  return rows;
+}
+
+inline ConstRows const_rows(const at::Tensor& rows) { return {rows.const_data_ptr(), rows.stride(0)}; }
+
+// A parameter (N,), contiguous, in the dtype of `rows` or in its compute type.
+inline at::Tensor as_parameter(const OptionalTensor& p, const at::Tensor& rows) {
+  if (!present(p)) return {};
+  TORCH_CHECK_VALUE(p->dim() == 1 && p->size(0) == rows.size(1) && p->device() == rows.device(), "expected a parameter of ",
+                    rows.size(1), " elements on ", rows.device(), ", got ", p->sizes(), " on ", p->device());
+  return (p->scalar_type() == rows.scalar_type() ? *p : p->to(compute_type(rows))).contiguous();
+}
+
+inline Parameter parameter(const at::Tensor& p) {
+  return p.defined() ? Parameter{p.const_data_ptr(), dtype_of(p)} : Parameter{};
+}
+
+// The seed is read here: on the CPU that waits for nothing.
+inline Dropout dropout_of(double p, const OptionalTensor& seed) {
+  TORCH_CHECK_VALUE(p >= 0.0 && p < 1.0, "dropout_p must be in [0, 1), got ", p);
+  if (p == 0.0) return {};
+  TORCH_CHECK_VALUE(present(seed) && seed->numel() == 1 && seed->scalar_type() == at::kLong,
+                    "dropout needs a seed: an int64 tensor of one element");
+  return Dropout(p, static_cast<uint64_t>(seed->item<int64_t>()));
+}
+
+inline Activation activation_of(const std::string& name) {
+  if (name == "none") return Activation::none;
+  if (name == "relu") return Activation::relu;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  if (name == "silu") return Activation::silu;
+  TORCH_CHECK_VALUE(false, "activation must be none, relu, gelu, gelu_tanh or silu, got ", name);
+}
+
+// Elements that are worth another thread.
+constexpr int64_t kGrain = 16384;
+inline int64_t grain(int64_t elements_per_task) {
+  return elements_per_task >= kGrain ? 1 : kGrain / (elements_per_task + 1) + 1;
+}
+
+}  // namespace ft

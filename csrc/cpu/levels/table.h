@@ -1,0 +1,26 @@
+// The table of one instruction set: included last by its translation unit, which has set the target and FT_LEVEL.
+#include "../activation_dropout_kernels.h"
+#include "../dropout_add_layer_norm_kernels.h"
+
+#define FT_CONCAT(a, b) a##b
+#define FT_TABLE(level) FT_CONCAT(kernels_, level)
+#define FT_TEXT(x) #x
+#define FT_NAME(level) FT_TEXT(level)
+#define FT_EACH_DTYPE(kernel) {kernel<float>, kernel<bfloat16>, kernel<half>, kernel<double>}
+
+namespace ft {
+
+using namespace FT_LEVEL;
+
+extern const Kernels FT_TABLE(FT_LEVEL) = {
+    FT_NAME(FT_LEVEL),
+    8 * kVectorBytes,
+    FT_EACH_DTYPE(layer_norm_forward),
+    FT_EACH_DTYPE(layer_norm_backward),
+    FT_EACH_DTYPE(activation_forward),
+    FT_EACH_DTYPE(activation_backward),
+    FT_EACH_DTYPE(activation_backward_block),
+    FT_EACH_DTYPE(sum_blocks),
+};
+
+}  // namespace ft

@@ -1,0 +1,268 @@
+// A thin layer over the vector extensions of GCC and Clang: what every CPU kernel needs, written once for all widths.
+//
+// Included inside each instruction set's translation unit (cpu/levels/), which defines FT_LEVEL (its namespace) and, where
+// they apply, FT_AVX512, FT_AVX512_BF16 or FT_AVX2. No torch or standard C++ header may be included here: an inline
+// function of theirs, compiled for AVX-512, could be the copy that the linker keeps for everybody.
+#pragma once
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(FT_AVX512) || defined(FT_AVX2)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+namespace ft {
+namespace FT_LEVEL {
+
+#if defined(FT_AVX512)
+constexpr int kVectorBytes = 64;
+#elif defined(FT_AVX2)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;  // SSE2, NEON
+#endif
+
+struct bfloat16 {
+  uint16_t bits;
+};
+struct half {
+  uint16_t bits;
+};
+
+// Vectors of the two types that arithmetic is done in, and integer vectors of the same number of lanes.
+template <typename C>
+struct VecOf;
+template <>
+struct VecOf<float> {
+  typedef float type __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t ints __attribute__((vector_size(kVectorBytes)));
+  typedef uint16_t shorts __attribute__((vector_size(kVectorBytes / 2)));
+};
+template <>
+struct VecOf<double> {
+  typedef double type __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t ints __attribute__((vector_size(kVectorBytes)));
+};
+template <typename C>
+using Vec = typename VecOf<C>::type;
+template <typename C>
+using Ints = typename VecOf<C>::ints;
+template <typename C>
+constexpr int kLanes = kVectorBytes / sizeof(C);
+
+// The type in which the arithmetic of T is done.
+template <typename T>
+struct ComputeOf {
+  using type = float;
+};
+template <>
+struct ComputeOf<double> {
+  using type = double;
+};
+template <typename T>
+using Compute = typename ComputeOf<T>::type;
+
+template <typename C>
+inline Vec<C> splat(C x) {
+  return Vec<C>{} + x;
+}
+
+template <typename C>
+inline C sum(Vec<C> v) {
+  C total = 0;
+  for (int i = 0; i < kLanes<C>; ++i) total += v[i];
+  return total;
+}
+
+// Lane-wise a where `keep` has the lane's bit set, else 0.
+template <typename C>
+inline Vec<C> select(uint32_t keep, Vec<C> a) {
+#if defined(FT_AVX512)
+  if constexpr (sizeof(C) == 4) return (Vec<C>)_mm512_maskz_mov_ps((__mmask16)keep, (__m512)a);
+  if constexpr (sizeof(C) == 8) return (Vec<C>)_mm512_maskz_mov_pd((__mmask8)keep, (__m512d)a);
+#else
+  Ints<C> bit;
+  for (int i = 0; i < kLanes<C>; ++i) bit[i] = 1 << i;
+  const Ints<C> on = ((Ints<C>{} + (int32_t)keep) & bit) == bit;
+  return (Vec<C>)((Ints<C>)a & on);
+#endif
+}
+
+// Loads widen to the compute type, stores round to nearest even.
+
+inline Vec<float> load(const float* p) {
+  Vec<float> v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline Vec<double> load(const double* p) {
+  Vec<double> v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline Vec<float> load(const bfloat16* p) {
+  VecOf<float>::shorts s;
+  memcpy(&s, p, sizeof s);
+  return (Vec<float>)(__builtin_convertvector(s, Ints<float>) << 16);
+}
+
+inline void store(float* p, Vec<float> v) { memcpy(p, &v, sizeof v); }
+inline void store(double* p, Vec<double> v) { memcpy(p, &v, sizeof v); }
+
+inline void store(bfloat16* p, Vec<float> v) {
+#if defined(FT_AVX512_BF16)
+  const __m256bh s = _mm512_cvtneps_pbh((__m512)v);
+#else
+  const Ints<float> bits = (Ints<float>)v;
+  Ints<float> rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF;
+  rounded = v != v ? Ints<float>{} + 0x7FC0 : rounded;
+  const VecOf<float>::shorts s = __builtin_convertvector(rounded, VecOf<float>::shorts);
+#endif
+  memcpy(p, &s, sizeof s);
+}
+
+inline Vec<float> load(const half* p) {
+#if defined(FT_AVX512)
+  return (Vec<float>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(FT_AVX2)
+  return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  Vec<float> v;
+  for (int i = 0; i < kLanes<float>; ++i) {
+    const uint32_t h = p[i].bits, sign = (h & 0x8000) << 16, magnitude = h & 0x7FFF;
+    uint32_t bits = magnitude << 13;
+    if (magnitude >= 0x7C00) {
+      bits |= 0x7F800000;  // infinity and NaN
+    } else {
+      bits += 112 << 23;         // the difference of the exponents' biases
+      if (magnitude < 0x0400) {  // subnormal: the value is magnitude * 2^-24
+        const float value = (float)magnitude * 0x1p-24f;
+        memcpy(&bits, &value, sizeof bits);
+      }
+    }
+    bits |= sign;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    v[i] = x;
+  }
+  return v;
+#endif
+}
+
+inline void store(half* p, Vec<float> v) {
+#if defined(FT_AVX512)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(FT_AVX2)
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kLanes<float>; ++i) {
+    uint32_t bits;
+    const float x = v[i];
+    memcpy(&bits, &x, sizeof bits);
+    const uint32_t sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7FFFFFFF;
+    uint32_t h;
+    if (magnitude > 0x7F800000) {
+      h = 0x7E00;  // NaN
+    } else if (magnitude >= 0x477FF000) {
+      h = 0x7C00;  // rounds past 65504
+    } else if (magnitude >= 0x38800000) {
+      const uint32_t rebased = magnitude - (112u << 23);
+      h = (rebased + 0xFFF + ((rebased >> 13) & 1)) >> 13;
+    } else {  // subnormal: adding 0.5 leaves magnitude / 2^-24, rounded to nearest even, in the low bits
+      float shifted;
+      memcpy(&shifted, &magnitude, sizeof shifted);
+      shifted += 0.5f;
+      memcpy(&h, &shifted, sizeof h);
+      h -= 0x3F000000;
+    }
+    p[i].bits = (uint16_t)(sign | h);
+  }
+#endif
+}
+
+// Rows are walked a vector at a time; the last, partial step goes through a buffer. A body takes (column, lanes) and
+// loads and stores with `lanes`, so that each loop is written once.
+
+struct Full {
+  template <typename T>
+  Vec<Compute<T>> load(const T* p) const {
+    return FT_LEVEL::load(p);
+  }
+  template <typename T>
+  void store(T* p, Vec<Compute<T>> v) const {
+    FT_LEVEL::store(p, v);
+  }
+  // v with the lanes past the end zeroed
+  template <typename C>
+  Vec<C> clip(Vec<C> v) const {
+    return v;
+  }
+};
+
+struct Tail {
+  int64_t count;
+
+  template <typename T>
+  Vec<Compute<T>> load(const T* p) const {
+    T buffer[kLanes<Compute<T>>] = {};
+    memcpy(buffer, p, count * sizeof(T));
+    return FT_LEVEL::load(buffer);
+  }
+  template <typename T>
+  void store(T* p, Vec<Compute<T>> v) const {
+    T buffer[kLanes<Compute<T>>];
+    FT_LEVEL::store(buffer, v);
+    memcpy(p, buffer, count * sizeof(T));
+  }
+  template <typename C>
+  Vec<C> clip(Vec<C> v) const {
+    return select<C>((1u << count) - 1, v);
+  }
+};
+
+template <typename C, typename Body>
+inline void for_columns(int64_t n, Body body) {
+  int64_t col = 0;
+  for (; col + kLanes<C> <= n; col += kLanes<C>) body(col, Full{});
+  if (col < n) body(col, Tail{n - col});
+}
+
+// Scratch memory of one kernel call, aligned to a cache line and padded so that its last vector may be a whole one.
+template <typename T>
+struct Buffer {
+  T* data;
+  explicit Buffer(int64_t n) : data((T*)aligned_alloc(64, (n * sizeof(T) / 64 + 2) * 64)) {}
+  ~Buffer() { free(data); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  operator T*() { return data; }
+};
+
+// A row of a tensor of T, or null.
+template <typename T>
+inline const T* row_of(const ConstRows& rows, int64_t row) {
+  return rows.data ? (const T*)rows.data + row * rows.stride : nullptr;
+}
+
+// A parameter vector in the compute type; `absent` everywhere if there is none.
+template <typename T>
+inline void read_parameter(const Parameter& p, int64_t n, Compute<T> absent, Compute<T>* out) {
+  using C = Compute<T>;
+  for_columns<C>(n, [&](int64_t col, auto lanes) {
+    if (!p.data) {
+      store(out + col, splat<C>(absent));
+    } else if (p.dtype == DType::f32 && sizeof(C) == sizeof(float)) {
+      store(out + col, lanes.load((const C*)p.data + col));
+    } else {
+      store(out + col, lanes.load((const T*)p.data + col));
+    }
+  });
+}
+
+}  // namespace FT_LEVEL
+}  // namespace ft

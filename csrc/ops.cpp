@@ -1,0 +1,53 @@
+// The ops' schemas, and the Python module that states facts about the build.
+#include <torch/extension.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include <array>
+
+#include "cpu/dispatch.h"
+#include "philox.h"
+
+// `seed` is an int64 tensor of one element, needed where dropout_p > 0. A gradient that was not asked for is an empty tensor.
+TORCH_LIBRARY(fast_transformer, m) {
+  m.def("activation_dropout(Tensor x, Tensor? bias, str activation, float dropout_p, Tensor? seed) -> Tensor");
+  m.def(
+      "activation_dropout_backward(Tensor grad, Tensor? x, Tensor? bias, str activation, float dropout_p, Tensor? seed, "
+      "bool bias_grad) -> (Tensor grad_x, Tensor grad_bias)");
+  m.def(
+      "dropout_add_layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float dropout_p, "
+      "Tensor? seed, bool prenorm) -> (Tensor out, Tensor sum, Tensor stats)");
+  m.def(
+      "dropout_add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor x, Tensor? residual, bool x_is_sum, "
+      "Tensor? weight, Tensor stats, float eps, float dropout_p, Tensor? seed, bool parameter_grads) "
+      "-> (Tensor grad_total, Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+}
+
+namespace {
+
+pybind11::dict build_info() {
+  pybind11::dict info;
+  info["torch"] = TORCH_VERSION;
+  info["cpu_levels"] = ft::levels();
+  info["cpu_level"] = ft::kernels().name;
+#ifdef FT_CUDA_ARCHS
+  info["cuda_archs"] = FT_CUDA_ARCHS;
+#else
+  info["cuda_archs"] = pybind11::none();
+#endif
+  return info;
+}
+
+std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key, int rounds) {
+  ft::philox4x32(counter.data(), key[0], key[1], rounds);
+  return counter;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("build_info", build_info, "Versions and instruction sets this module was built for, and those in use.");
+  m.def("use_level", ft::use_level, pybind11::arg("name"), "Run the CPU kernels of one of build_info()['cpu_levels'].");
+  m.def("philox4x32", philox4x32, pybind11::arg("counter"), pybind11::arg("key"), pybind11::arg("rounds") = ft::kPhiloxRounds,
+        "The four random words of a counter, as the kernels draw them.");
+}

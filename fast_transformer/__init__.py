@@ -1,0 +1,25 @@
+"""fast_transformer: drop-in twins of torch.nn's Transformer modules on fused kernels."""
+
+from . import functional, nn
+from .nn import (
+    Dropout,
+    MultiheadAttention,
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+
+__version__ = "0.1.0"
+__all__ = [
+    "Dropout",
+    "MultiheadAttention",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+    "functional",
+    "nn",
+]

@@ -1,0 +1,385 @@
+"""The public functions: one per fused op. All checks and every choice of backend happen here, and nowhere else.
+
+Each fast path has a `_why_not_...` that returns None or the reason why it cannot take the call; the first path without a
+reason wins. `backend="..."` forces a path and raises its reason. `backends()` prints what is active.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import ops, reference
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+# Checks: ValueError or TypeError with the argument's name, what was expected and what came.
+
+
+def _check_dense(name: str, x: Tensor) -> None:
+    if x.is_nested:
+        raise TypeError(f"{name} is a NestedTensor; pass a padded tensor (x.to_padded_tensor(0.0)) and a mask")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
+
+
+def _check_tensor(name: str, x: object, *, like: Tensor | None = None) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
+    _check_dense(name, x)
+    if like is not None and x.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} like the first argument, got {x.device}")
+
+
+def _check_vector(name: str, x: Tensor | None, n: int, like: Tensor) -> None:
+    if x is not None:
+        _check_tensor(name, x, like=like)
+        if x.shape != (n,):
+            raise ValueError(f"{name} must have shape ({n},), the last size of x, got {tuple(x.shape)}")
+
+
+def _check_probability(name: str, p: float) -> None:
+    if not isinstance(p, (int, float)) or not 0.0 <= p < 1.0:
+        raise ValueError(f"{name} must be a number in [0, 1), got {p!r}")
+
+
+def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    if x.dim() > 4 or any(a not in (1, b) for a, b in zip(reversed(x.shape), reversed(shape), strict=False)):
+        raise ValueError(f"{name} must broadcast to (B, H, L, S) = {shape}, got {tuple(x.shape)}")
+
+
+def _check_attention(
+    query, key, value, mask, bias, causal, query_offset, window, scale, softcap, dropout_p, return_weights
+) -> None:
+    _check_tensor("query", query)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        _check_tensor(name, x, like=query)
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions (batch, heads, length, head_dim), got shape {tuple(x.shape)}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(f"query, key and value must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype}")
+    (B, H, L, D), (_, Hkv, S, _) = query.shape, key.shape
+    if key.shape[0] != B or key.shape[3] != D:
+        raise ValueError(
+            f"key must have the batch size and head_dim of query, {B} and {D}; "
+            f"got query {tuple(query.shape)}, key {tuple(key.shape)}"
+        )
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"value must be (B, Hkv, S, Dv) = {(B, Hkv, S)} + (Dv,) like key, got {tuple(value.shape)}")
+    if H == 0 or Hkv == 0 or H % Hkv != 0:
+        raise ValueError(f"query heads must be a multiple of key heads, both at least 1, got {H} and {Hkv}")
+    if D == 0 or value.shape[3] == 0:
+        raise ValueError(f"head_dim must be at least 1, got {D} for query and key, {value.shape[3]} for value")
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(f"mask must be a bool tensor (True = attend), got {kind}; additive scores go into bias=")
+        _check_dense("mask", mask)
+        if mask.device != query.device:
+            raise ValueError(f"mask must be on {query.device} like query, got {mask.device}")
+        _check_broadcast("mask", mask, (B, H, L, S))
+    if bias is not None:
+        _check_tensor("bias", bias, like=query)
+        _check_broadcast("bias", bias, (B, H, L, S))
+    if not isinstance(causal, (bool, torch.SymBool)):
+        raise TypeError(f"causal must be True or False, got {type(causal).__name__}; a tensor goes into mask=")
+    if not isinstance(query_offset, (int, torch.SymInt)) or isinstance(query_offset, bool):
+        raise TypeError(f"query_offset must be an int, got {query_offset!r}")
+    if window is not None:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise TypeError(f"window must be a pair (left, right), got {window!r}")
+        for side in window:
+            if side is not None and (not isinstance(side, int) or side < 0):
+                raise ValueError(f"window must hold two integers >= 0 (or None for no limit), got {tuple(window)}")
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    if softcap is not None and not (isinstance(softcap, (int, float)) and 0 < softcap < math.inf):
+        raise ValueError(f"softcap must be a finite number > 0, got {softcap!r}")
+    _check_probability("dropout_p", dropout_p)
+    if return_weights not in (None, "mean", "per_head"):
+        raise ValueError(f'return_weights must be None, "mean" or "per_head", got {return_weights!r}')
+
+
+# Choice of backend
+
+
+def _use(name: str, backend: str | None, reason: str | None) -> bool:
+    """Whether the path `name` takes this call; raises if the caller insisted on it and it cannot."""
+    if backend == name and reason is not None:
+        raise RuntimeError(f"backend={name!r} cannot take this call: {reason}")
+    return reason is None and backend in (None, name)
+
+
+def _check_backend(backend: str | None, *known: str) -> None:
+    if backend is not None and backend not in known:
+        raise ValueError(f"backend must be None or one of {', '.join(map(repr, known))}, got {backend!r}")
+
+
+def _transform_active(*tensors: Tensor | None) -> str | None:
+    """Why no kernel may see these tensors: they carry what only plain PyTorch operations can follow."""
+    if torch.compiler.is_compiling():
+        return None  # the compiler sees through its own transforms
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "inside a torch.func transform (vmap, jvp, jacrev, ...)"
+    if forward_ad._current_level >= 0 and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        return "forward-mode differentiation"
+    return None
+
+
+def _why_not_cpu(x: Tensor, *others: Tensor | None) -> str | None:
+    if ops.missing is not None:
+        return ops.missing
+    if x.device.type != "cpu":
+        return f"the tensors are on {x.device}"
+    if x.dtype not in _KERNEL_DTYPES:
+        return f"no kernel for {x.dtype}"
+    return _transform_active(x, *others)
+
+
+def _why_not_sdpa(query, key, value, bias, causal, query_offset, window, softcap, dropout_p, extras) -> str | None:
+    if query.device.type != "cpu":
+        return f"the tensors are on {query.device}"
+    if query.dtype not in _KERNEL_DTYPES:
+        return f"no kernel for {query.dtype}"
+    if query.shape[1] != key.shape[1]:
+        return "grouped-query heads"
+    if value.shape[3] != query.shape[3]:
+        return "value has another head_dim than query"
+    if query.numel() == 0 or key.numel() == 0:
+        return "an empty input"
+    if window is not None or softcap is not None or (causal and query_offset != 0):
+        return "window, softcap or a causal mask with an offset"
+    if causal and bias is not None:
+        return "a causal mask and a bias together"
+    if dropout_p > 0.0:
+        return "dropout of the weights"
+    if extras:
+        return "weights or LSE are asked for"
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        return "bias needs a gradient"
+    return _transform_active(query, key, value, bias)
+
+
+def _draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
+    """A 64-bit seed from torch's generator of that device; it stays there, so nothing waits for it."""
+    return torch.randint(2**63 - 1, (), device=device) if dropout_p > 0.0 else None
+
+
+def backends() -> None:
+    """Prints, op by op, the backends in the order in which they are tried, and why one is not active."""
+    kernels = "for CPU tensors" if ops.missing is None else f"not active: {ops.missing}"
+    fallback = "for everything else: other devices and dtypes, torch.func transforms, forward-mode AD"
+    print("attention")
+    print("  sdpa       for CPU tensors, where F.scaled_dot_product_attention means the same: no dropout, weights, LSE,")
+    print("             window, softcap, grouped-query heads or gradient of a bias; one head_dim for all")
+    print("  reference  for everything else")
+    for op in ("dropout_add_layer_norm", "activation_dropout, dropout"):
+        print(op)
+        print(f"  cpu        {kernels}")
+        print(f"  reference  {fallback}")
+
+
+# The ops
+
+
+def _autocast(x: object) -> object:
+    """x as autocast casts an argument of F.scaled_dot_product_attention; what it leaves alone stays as it is."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    query_offset: int = 0,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    return_weights: str | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """softmax(scale · query · keyᵀ + bias) · value, with masks, dropout and attention weights (Vaswani et al. 2017, eq. 1).
+
+    A query that may attend to nothing gives output 0, weights 0, LSE -inf and zero gradients, never NaN. Under autocast
+    query, key and value are cast as `F.scaled_dot_product_attention` casts them.
+
+    Args:
+        query: (B, H, L, D), any strides.
+        key: (B, Hkv, S, D). H is a multiple of Hkv: each key head serves H / Hkv query heads in a row.
+        value: (B, Hkv, S, Dv).
+        mask: bool, broadcastable to (B, H, L, S), **True = attend** (as F.scaled_dot_product_attention; the modules of
+            torch.nn mean the opposite).
+        bias: float, broadcastable to (B, H, L, S), added to the scaled scores; may hold -inf; differentiable.
+        causal: query i, at position i + query_offset, sees keys j <= that position.
+        query_offset: position of the first query among the keys: S - L aligns the last query with the last key.
+        window: (left, right): a query sees keys at most that far before and after its position; None = no limit.
+        scale: factor of the scores, 1/sqrt(D) by default.
+        softcap: scores become softcap * tanh(score / softcap), before bias.
+        dropout_p: probability, in [0, 1), with which a weight is dropped; quantised to 1/65536.
+        return_weights: "mean" adds the weights averaged over heads, (B, L, S); "per_head" adds (B, H, L, S). As torch.nn
+            returns them: after dropout. Differentiable.
+        return_lse: adds the natural-log log-sum-exp of the scores, (B, H, L), float32 (float64 for float64).
+        backend: None chooses; "sdpa" or "reference" insists.
+
+    Returns:
+        (B, H, L, Dv) in query's dtype, or a tuple (output[, weights][, lse]).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
+    """
+    query, key, value = _autocast(query), _autocast(key), _autocast(value)
+    _check_attention(query, key, value, mask, bias, causal, query_offset, window, scale, softcap, dropout_p, return_weights)
+    _check_backend(backend, "sdpa", "reference")
+    if scale is None:
+        scale = query.shape[3] ** -0.5
+    extras = return_weights is not None or return_lse
+    if _use(
+        "sdpa",
+        backend,
+        _why_not_sdpa(query, key, value, bias, causal, query_offset, window, softcap, dropout_p, extras),
+    ):
+        return ops.sdpa.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale)
+    return reference.attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        causal=causal,
+        query_offset=query_offset,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        seed=_draw_seed(dropout_p, query.device),
+        return_weights=return_weights,
+        return_lse=return_lse,
+    )
+
+
+def dropout_add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float = 1e-5,
+    dropout_p: float = 0.0,
+    prenorm: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """LayerNorm(residual + dropout(x)) over the last dimension, in one pass (Ba et al. 2016; Srivastava et al. 2014).
+
+    Statistics and the sum are float32 (float64 for float64). x and residual of different dtypes are promoted as
+    `residual + x` would be. Backward reads what forward read: only row statistics and a seed are kept besides the inputs.
+
+    Args:
+        x: (..., N), N >= 1.
+        residual: the shape of x, or None.
+        weight, bias: (N,) or None; may be float32 beside bfloat16 or float16 activations.
+        eps: added to the variance, >= 0.
+        dropout_p: probability, in [0, 1), with which an element of x is dropped; quantised to 1/65536.
+        prenorm: also return the sum, as a pre-norm block carries it on.
+        backend: None chooses; "cpu" or "reference" insists.
+
+    Returns:
+        (..., N) in x's (promoted) dtype; with `prenorm` the tuple (that, residual + dropout(x)).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
+    """
+    _check_tensor("x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must have a last dimension of size >= 1 to normalise, got shape {tuple(x.shape)}")
+    if residual is not None:
+        _check_tensor("residual", residual, like=x)
+        if residual.shape != x.shape:
+            raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
+        if residual.dtype != x.dtype:
+            dtype = torch.promote_types(x.dtype, residual.dtype)
+            x, residual = x.to(dtype), residual.to(dtype)
+    _check_vector("weight", weight, x.shape[-1], like=x)
+    _check_vector("bias", bias, x.shape[-1], like=x)
+    if not (isinstance(eps, (int, float)) and 0 <= eps < math.inf):
+        raise ValueError(f"eps must be a finite number >= 0, got {eps!r}")
+    _check_probability("dropout_p", dropout_p)
+    _check_backend(backend, "cpu", "reference")
+    seed = _draw_seed(dropout_p, x.device)
+    if _use("cpu", backend, _why_not_cpu(x, residual, weight, bias)):
+        op = ops.dropout_add_layer_norm
+    else:
+        op = reference.dropout_add_layer_norm
+    return op(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, seed=seed, prenorm=prenorm)
+
+
+def activation_dropout(
+    x: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    *,
+    dropout_p: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    """dropout(activation(x + bias)) in one pass; backward recomputes from x and a seed.
+
+    Args:
+        x: any shape; (..., N) if bias is given.
+        bias: (N,) or None.
+        activation: "relu", "gelu" (erf), "gelu_tanh", "silu" or "none".
+        dropout_p: probability, in [0, 1), with which an element is dropped; quantised to 1/65536.
+        backend: None chooses; "cpu" or "reference" insists.
+
+    Returns:
+        A tensor like x.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
+    """
+    _check_tensor("x", x)
+    if x.dim() == 0:
+        if bias is not None:
+            raise ValueError("bias needs an x with at least one dimension, got a 0-dim x")
+        return activation_dropout(x[None], None, activation, dropout_p=dropout_p, backend=backend)[0]
+    _check_vector("bias", bias, x.shape[-1], like=x)
+    if not isinstance(activation, str) or activation not in reference.ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(map(repr, reference.ACTIVATIONS))}, got {activation!r}")
+    _check_probability("dropout_p", dropout_p)
+    _check_backend(backend, "cpu", "reference")
+    seed = _draw_seed(dropout_p, x.device)
+    if _use("cpu", backend, _why_not_cpu(x, bias)):
+        op = ops.activation_dropout
+    else:
+        op = reference.activation_dropout
+    return op(x, bias, activation, dropout_p=dropout_p, seed=seed)
+
+
+def dropout(x: Tensor, dropout_p: float, *, backend: str | None = None) -> Tensor:
+    """Each element of x dropped with probability `dropout_p`, the others scaled by the inverse of the keep probability.
+
+    Args:
+        x: any shape.
+        dropout_p: in [0, 1); quantised to 1/65536.
+        backend: None chooses; "cpu" or "reference" insists.
+
+    Returns:
+        A tensor like x.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
+    """
+    return activation_dropout(x, None, "none", dropout_p=dropout_p, backend=backend)

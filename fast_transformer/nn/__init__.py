@@ -1,0 +1,21 @@
+"""Twins of torch.nn's Transformer modules: same constructors, parameters, state dicts and numbers, on fused kernels."""
+
+from .dropout import Dropout
+from .multihead_attention import MultiheadAttention
+from .transformer import (
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+
+__all__ = [
+    "Dropout",
+    "MultiheadAttention",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
+]

@@ -1,0 +1,61 @@
+"""When a fused op may stand in for the modules of a layer, and what runs when it may not."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
+
+from .. import functional
+from .dropout import Dropout
+
+
+def plain(module: torch.nn.Module, *classes: type) -> bool:
+    """Whether calling `module` does what its class says and nothing more: no subclass, no hook, no forward of its own.
+
+    Only then may a fused op take its parameters and stand in for the call.
+    """
+    return (
+        type(module) in classes
+        and not (module._forward_pre_hooks or module._forward_hooks)
+        and not (module._backward_pre_hooks or module._backward_hooks)
+        and "forward" not in module.__dict__
+        and not _has_any_global_hook()
+    )
+
+
+def fused_activation(activation: Callable[[Tensor], Tensor]) -> str | None:
+    """The name under which functional.activation_dropout knows this activation; None if it has to be called."""
+    if activation is F.relu or activation is torch.relu or plain(activation, torch.nn.ReLU):
+        return "relu"
+    if activation is F.silu or plain(activation, torch.nn.SiLU):
+        return "silu"
+    if activation is F.gelu or plain(activation, torch.nn.GELU):
+        return "gelu_tanh" if getattr(activation, "approximate", "none") == "tanh" else "gelu"
+    return None
+
+
+def fused_dropout(dropout: torch.nn.Module) -> float | None:
+    """The probability with which a fused op drops in the place of this module; None if the module has to be called."""
+    if not plain(dropout, Dropout, torch.nn.Dropout):
+        return None
+    p = dropout.p if dropout.training else 0.0
+    return p if p < 1.0 else None
+
+
+def add(x: Tensor, branch: Tensor, dropout_p: float | None) -> Tensor:
+    """x + dropout(branch); dropout_p is None where the branch has been through its dropout module."""
+    return x + (functional.dropout(branch, dropout_p) if dropout_p else branch)
+
+
+def add_norm(
+    x: Tensor, branch: Tensor, dropout_p: float | None, norm: torch.nn.Module, *, prenorm: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """norm(x + dropout(branch)); with `prenorm` the pair (that, the sum), which a pre-norm layer carries on."""
+    if dropout_p is not None and plain(norm, torch.nn.LayerNorm) and norm.normalized_shape == x.shape[-1:]:
+        return functional.dropout_add_layer_norm(
+            branch, x, norm.weight, norm.bias, eps=norm.eps, dropout_p=dropout_p, prenorm=prenorm
+        )
+    x = add(x, branch, dropout_p)
+    return (norm(x), x) if prenorm else norm(x)

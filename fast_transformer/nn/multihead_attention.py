@@ -1,0 +1,232 @@
+"""MultiheadAttention: torch.nn's module, with `functional.attention` in the place of its attention.
+
+forward is three steps: project into heads (one matrix product for self-attention, whose result is taken apart by views and
+never copied), attend, project back. The rest translates torch.nn's conventions: masks that say what is *hidden*, layouts
+with the batch first, second or absent, and keys that are appended (add_bias_kv, add_zero_attn).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import functional
+from ._nested import nest_like, pad_nested
+from ._scripted import scriptable
+
+
+def check_sizes(dropout: float, **sizes: int) -> None:
+    """Sizes are the embedding dimension and the number of heads, under the names the caller's class gives them."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    (embed_dim, num_heads) = sizes.values()
+    if embed_dim % num_heads != 0:
+        raise ValueError("{} must be divisible by {}, got {} and {}".format(*sizes, embed_dim, num_heads))
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+
+
+def causal_mask(L: int, S: int, device: torch.device) -> Tensor:
+    """Bool (L, S), True = hidden, as torch.nn's modules take it."""
+    return torch.ones(L, S, dtype=torch.bool, device=device).triu(1)
+
+
+def _check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...]) -> None:
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"{name} must be a bool (True = hidden) or floating-point (added to the scores) tensor, got {kind}")
+    if mask.shape not in shapes:
+        raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}")
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """Drop-in torch.nn.MultiheadAttention (Vaswani et al. 2017, section 3.2.2): same parameters, same numbers, fused kernels.
+
+    Differences, all on purpose: a query that may see no key gives attention 0 instead of NaN; is_causal=True works without a
+    mask, and beside a mask it changes nothing; masks of other types or shapes are refused.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
+            torch.nn.MultiheadAttention. dropout is in [0, 1).
+        window: (left, right): a query sees keys at most that far before and after its position; None = no limit.
+        softcap: scores become softcap * tanh(score / softcap).
+
+    Raises:
+        ValueError: a size, dropout, or a window beside add_bias_kv or add_zero_attn.
+    """
+
+    window: tuple[int | None, int | None] | None = None  # on the class too: pickles of older objects lack them
+    softcap: float | None = None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device=None,
+        dtype=None,
+        *,
+        window: tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        check_sizes(dropout, embed_dim=embed_dim, num_heads=num_heads)
+        if window is not None and (add_bias_kv or add_zero_attn):
+            raise ValueError(f"window must be None with add_bias_kv or add_zero_attn (keys without a position), got {window}")
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self.window, self.softcap = window, softcap
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of every query to the keys.
+
+        Args:
+            query: (N, L, E) with batch_first, else (L, N, E); or (L, E) for one sample without a batch.
+            key: like query, length S, width kdim.
+            value: like key, width vdim.
+            key_padding_mask: (N, S), or (S,) without a batch. bool: True hides the key. Float: added to the scores.
+            need_weights: also return the attention weights.
+            attn_mask: (L, S) or (N * num_heads, L, S). bool: True hides the key from the query. Float: added to the scores;
+                differentiable.
+            average_attn_weights: return the mean over the heads.
+            is_causal: without attn_mask, query i sees keys up to i; beside attn_mask, a hint that changes nothing.
+
+        Returns:
+            The output, shaped like query, and None or the weights after dropout: (N, L, S), or (N, num_heads, L, S) with
+            average_attn_weights=False; without N if query has none.
+
+        Raises:
+            ValueError, TypeError: a shape or a mask does not fit; the text names it.
+        """
+        nested = None
+        if query.is_nested or key.is_nested or value.is_nested:
+            if not (query is key is value):
+                raise ValueError("a NestedTensor must be query, key and value at once (self-attention)")
+            nested = query
+            query, key_padding_mask = pad_nested(nested, key_padding_mask, self.batch_first)
+            key = value = query
+        self._check_inputs(query, key, value)
+        q, k, v = self._project(query, key, value)  # (N, H, L, D), (N, H, S, D) twice
+        mask, bias = self._translate_masks(q, k, attn_mask, key_padding_mask, is_causal, batched=query.dim() == 3)
+        if self._appended_keys:
+            k, v = self._append_keys(k, v)
+        out = functional.attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            bias=bias,
+            causal=bool(is_causal) and attn_mask is None and not self._appended_keys,
+            window=self.window,
+            softcap=self.softcap,
+            dropout_p=self.dropout if self.training else 0.0,
+            return_weights=("mean" if average_attn_weights else "per_head") if need_weights else None,
+        )
+        out, weights = out if need_weights else (out, None)
+        if query.dim() == 2:
+            out, weights = out.transpose(1, 2)[0], None if weights is None else weights[0]  # (L, H, D)
+        else:
+            out = out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)  # (N, L, H, D) or (L, N, H, D)
+        out = self.out_proj(out.flatten(-2))
+        return (out if nested is None else nest_like(out, nested)), weights
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if x.dim() != query.dim() or x.dim() not in (2, 3):
+                raise ValueError(
+                    f"{name} must have 3 dimensions, or 2 without a batch, the same in query, key and value; "
+                    f"got query {tuple(query.shape)}, {name} {tuple(x.shape)}"
+                )
+            if x.shape[-1] != width:
+                raise ValueError(f"{name} must have a last dimension of size {width}, got shape {tuple(x.shape)}")
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ValueError(f"value must have the batch size and length of key, {tuple(key.shape)}, got {tuple(value.shape)}")
+        batch = 0 if self.batch_first else 1
+        if query.dim() == 3 and query.shape[batch] != key.shape[batch]:
+            raise ValueError(
+                f"key must have the batch size of query, {query.shape[batch]}, got {key.shape[batch]} "
+                f"(batch_first={self.batch_first}, query {tuple(query.shape)}, key {tuple(key.shape)})"
+            )
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The three projections, split into heads; as few matrix products as there are different inputs."""
+        weight, bias, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        if weight is not None and key is value:
+            if query is key:
+                return self._heads(query, weight, bias)
+            q = self._heads(query, weight[:E], None if bias is None else bias[:E])
+            return *q, *self._heads(key, weight[E:], None if bias is None else bias[E:])
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if weight is None else weight.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        return tuple(self._heads(*x)[0] for x in zip((query, key, value), weights, biases, strict=True))
+
+    def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        """Projects x; a tuple of (N, H, L, D) views, one for every embed_dim rows of weight."""
+        y = F.linear(x, weight, bias).unflatten(-1, (-1, self.num_heads, self.head_dim))  # (N, L, n, H, D), (L, N, n, H, D)
+        if x.dim() == 2:
+            y = y.unsqueeze(0)
+        elif not self.batch_first:
+            y = y.transpose(0, 1)
+        return y.permute(2, 0, 3, 1, 4).unbind(0)
+
+    def _translate_masks(
+        self, q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, *, batched: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """torch.nn's two masks as `functional.attention` takes them: (mask, True = attend; bias), 4-D or (L, S)."""
+        (N, H, L, _), S = q.shape, k.shape[2]
+        _check_mask("attn_mask", attn_mask, (L, S), (N * H, L, S))
+        _check_mask("key_padding_mask", key_padding_mask, (N, S) if batched else (S,))
+        if attn_mask is None and is_causal and self._appended_keys:
+            attn_mask = causal_mask(L, S, q.device)  # explicit, because appended keys are visible to every query
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unflatten(0, (N, H))
+        if key_padding_mask is not None:
+            key_padding_mask = key_padding_mask[..., None, None, :]
+        hidden = bias = None
+        for mask in (attn_mask, key_padding_mask):
+            if mask is None:
+                continue
+            if self._appended_keys:
+                mask = F.pad(mask, (0, self._appended_keys))  # False or 0.0: visible
+            if mask.dtype == torch.bool:
+                hidden = mask if hidden is None else hidden | mask
+            else:
+                bias = mask if bias is None else bias + mask
+        return None if hidden is None else ~hidden, bias
+
+    @property
+    def _appended_keys(self) -> int:
+        return (self.bias_k is not None) + bool(self.add_zero_attn)
+
+    def _append_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v (N, H, S, D) with the learned position of add_bias_kv and the zeros of add_zero_attn at their ends."""
+        if self.bias_k is not None:
+            shape = (1, self.num_heads, 1, self.head_dim)
+            k = torch.cat([k, self.bias_k.view(shape).expand(len(k), -1, -1, -1)], dim=2)
+            v = torch.cat([v, self.bias_v.view(shape).expand(len(v), -1, -1, -1)], dim=2)
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        return k, v
+
+    def __prepare_scriptable__(self) -> torch.nn.Module:
+        if self.window is not None or self.softcap is not None:
+            raise RuntimeError("window and softcap cannot be scripted: torch.nn.MultiheadAttention does not have them")
+        return scriptable(self)

@@ -1,0 +1,383 @@
+"""TransformerEncoderLayer, TransformerDecoderLayer, their stacks and Transformer: twins of torch.nn's, on fused kernels.
+
+A layer is a chain of blocks (self-attention, cross-attention, feed-forward) on a residual stream. torch.nn ends every block
+with dropout, adds the stream and normalises: three passes over memory. Here each block's *branch* (the block without that
+dropout) is followed by one fused pass, functional.dropout_add_layer_norm. Where somebody watches or replaces a part of that
+pass (a hook, another module type, an overridden block method), the modules are called one by one as torch.nn calls them.
+Both ways draw the same dropout masks from the same seed.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import LayerNorm, Module
+
+from .. import functional
+from ._fusion import add, add_norm, fused_activation, fused_dropout
+from ._nested import nest_like, pad_nested
+from ._scripted import scriptable
+from .dropout import Dropout
+from .multihead_attention import MultiheadAttention, causal_mask, check_sizes
+
+Activation = str | Callable[[Tensor], Tensor]
+
+
+def _become_twins(layer: Module) -> None:
+    """Makes the attentions and dropouts that torch.nn has built into our own; parameters and random numbers stay."""
+    for module in layer.children():
+        if type(module) is torch.nn.MultiheadAttention:
+            module.__class__ = MultiheadAttention
+        elif type(module) is torch.nn.Dropout:
+            module.__class__ = Dropout
+
+
+def _causality(
+    modules: Iterable[Module], mask: Tensor | None, is_causal: bool | None, query: Tensor, key: Tensor
+) -> tuple[Tensor | None, bool]:
+    """(mask, is_causal) to hand to `modules`. A mask wins over the hint; without one, only twins take is_causal at its word."""
+    if mask is not None or not is_causal:
+        return mask, False
+    foreign = [m for m in modules if not isinstance(m, (MultiheadAttention, TransformerEncoderLayer, TransformerDecoderLayer))]
+    if not foreign:
+        return None, True
+    length = -2 if query.dim() == 2 or getattr(foreign[0], "self_attn", foreign[0]).batch_first else 0
+    return causal_mask(query.shape[length], key.shape[length], query.device), False
+
+
+class _Branches:
+    """What encoder and decoder layer share. The whole blocks, _sa_block, _mha_block and _ff_block, are torch.nn's."""
+
+    _original: type[Module]
+
+    def _branch(self, name: str, dropout: Module) -> tuple[Callable[..., Tensor], float | None]:
+        """A branch and the probability of the dropout that is still to come; or, not to be fused, the whole block and None."""
+        block = getattr(self, f"_{name}_block")
+        overridden = getattr(block, "__func__", None) is not getattr(self._original, f"_{name}_block")
+        dropout_p = fused_dropout(dropout)
+        return (block, None) if overridden or dropout_p is None else (getattr(self, f"_{name}_branch"), dropout_p)
+
+    def _sa_branch(self, x, attn_mask, key_padding_mask, is_causal):
+        masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
+        return self.self_attn(x, x, x, need_weights=False, **masks)[0]
+
+    def _mha_branch(self, x, memory, attn_mask, key_padding_mask, is_causal):
+        masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
+        return self.multihead_attn(x, memory, memory, need_weights=False, **masks)[0]
+
+    def _ff_branch(self, x):
+        h = self.linear1(x)
+        name, dropout_p = fused_activation(self.activation), fused_dropout(self.dropout)
+        if name is not None and dropout_p is not None:
+            h = functional.activation_dropout(h, None, name, dropout_p=dropout_p)
+        else:
+            h = self.dropout(self.activation(h))
+        return self.linear2(h)
+
+    __prepare_scriptable__ = scriptable
+
+
+class TransformerEncoderLayer(_Branches, torch.nn.TransformerEncoderLayer):
+    """Drop-in torch.nn.TransformerEncoderLayer: self-attention, then feed-forward (Vaswani et al. 2017, section 3.1).
+
+    There is no separate inference path: train and eval run the same code, hooks fire in both.
+
+    Args: as in torch.nn.TransformerEncoderLayer. dropout is in [0, 1).
+
+    Raises:
+        ValueError: a size or dropout.
+    """
+
+    _original = torch.nn.TransformerEncoderLayer
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        check_sizes(dropout, d_model=d_model, nhead=nhead)
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype
+        )
+        _become_twins(self)
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """One layer.
+
+        Args:
+            src: (N, L, E) with batch_first, else (L, N, E); (L, E) without a batch; or a NestedTensor.
+            src_mask: (L, L) or (N * nhead, L, L). bool: True = hidden. Float: added to the scores.
+            src_key_padding_mask: (N, L), or (L,) without a batch; bool or float likewise.
+            is_causal: without src_mask, position i sees positions up to i; beside src_mask it changes nothing.
+
+        Returns:
+            A tensor like src.
+
+        Raises:
+            ValueError, TypeError: a shape or a mask does not fit.
+        """
+        x = src
+        if src.is_nested:
+            x, src_key_padding_mask = pad_nested(src, src_key_padding_mask, self.self_attn.batch_first)
+        src_mask, is_causal = _causality([self.self_attn], src_mask, is_causal, x, x)
+        masks = (src_mask, src_key_padding_mask, is_causal)
+        attend, p1 = self._branch("sa", self.dropout1)
+        feed_forward, p2 = self._branch("ff", self.dropout2)
+        if self.norm_first:
+            h, x = add_norm(x, attend(self.norm1(x), *masks), p1, self.norm2, prenorm=True)
+            x = add(x, feed_forward(h), p2)
+        else:
+            x = add_norm(x, attend(x, *masks), p1, self.norm1)
+            x = add_norm(x, feed_forward(x), p2, self.norm2)
+        return nest_like(x, src) if src.is_nested else x
+
+
+class TransformerDecoderLayer(_Branches, torch.nn.TransformerDecoderLayer):
+    """Drop-in torch.nn.TransformerDecoderLayer: self-attention, attention to the encoder's output, feed-forward.
+
+    Args: as in torch.nn.TransformerDecoderLayer. dropout is in [0, 1).
+
+    Raises:
+        ValueError: a size or dropout.
+    """
+
+    _original = torch.nn.TransformerDecoderLayer
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        check_sizes(dropout, d_model=d_model, nhead=nhead)
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype
+        )
+        _become_twins(self)
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """One layer.
+
+        Args:
+            tgt: (N, L, E) with batch_first, else (L, N, E); (L, E) without a batch.
+            memory: the encoder's output, like tgt with length S.
+            tgt_mask, tgt_key_padding_mask: (L, L) or (N * nhead, L, L); (N, L). bool: True = hidden. Float: a summand.
+            memory_mask, memory_key_padding_mask: (L, S) or (N * nhead, L, S); (N, S).
+            tgt_is_causal, memory_is_causal: without a mask, position i sees positions up to i; beside a mask they change
+                nothing.
+
+        Returns:
+            A tensor like tgt.
+
+        Raises:
+            ValueError, TypeError: a shape or a mask does not fit.
+        """
+        x = tgt
+        tgt_mask, tgt_is_causal = _causality([self.self_attn], tgt_mask, tgt_is_causal, tgt, tgt)
+        memory_mask, memory_is_causal = _causality([self.multihead_attn], memory_mask, memory_is_causal, tgt, memory)
+        masks = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        memory_masks = (memory_mask, memory_key_padding_mask, memory_is_causal)
+        attend, p1 = self._branch("sa", self.dropout1)
+        cross_attend, p2 = self._branch("mha", self.dropout2)
+        feed_forward, p3 = self._branch("ff", self.dropout3)
+        if self.norm_first:
+            h, x = add_norm(x, attend(self.norm1(x), *masks), p1, self.norm2, prenorm=True)
+            h, x = add_norm(x, cross_attend(h, memory, *memory_masks), p2, self.norm3, prenorm=True)
+            return add(x, feed_forward(h), p3)
+        x = add_norm(x, attend(x, *masks), p1, self.norm1)
+        x = add_norm(x, cross_attend(x, memory, *memory_masks), p2, self.norm2)
+        return add_norm(x, feed_forward(x), p3, self.norm3)
+
+
+class TransformerEncoder(torch.nn.TransformerEncoder):
+    """Drop-in torch.nn.TransformerEncoder: num_layers deep copies of a layer, and a norm.
+
+    Every layer gets the masks as they are and the output keeps its full length; nothing is converted to a NestedTensor and no
+    mask is tested for its values, so it compiles into one graph. enable_nested_tensor and mask_check are accepted and kept.
+    """
+
+    def __init__(
+        self,
+        encoder_layer: torch.nn.TransformerEncoderLayer,
+        num_layers: int,
+        norm: Module | None = None,
+        enable_nested_tensor: bool = True,
+        mask_check: bool = True,
+    ) -> None:
+        super().__init__(encoder_layer, num_layers, norm, enable_nested_tensor=False, mask_check=mask_check)
+        self.enable_nested_tensor = enable_nested_tensor
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """All layers in turn, then the norm; arguments as in TransformerEncoderLayer.forward."""
+        mask, is_causal = _causality(self.layers, mask, is_causal, src, src)
+        x = src
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal)
+        return x if self.norm is None else self.norm(x)
+
+    __prepare_scriptable__ = scriptable
+
+
+class TransformerDecoder(torch.nn.TransformerDecoder):
+    """Drop-in torch.nn.TransformerDecoder: num_layers deep copies of a layer, and a norm. No mask is tested for its values."""
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """All layers in turn, then the norm; arguments as in TransformerDecoderLayer.forward."""
+        tgt_mask, tgt_is_causal = _causality(self.layers, tgt_mask, tgt_is_causal, tgt, tgt)
+        memory_mask, memory_is_causal = _causality(self.layers, memory_mask, memory_is_causal, tgt, memory)
+        x = tgt
+        for layer in self.layers:
+            x = layer(
+                x,
+                memory,
+                tgt_mask=tgt_mask,
+                memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=tgt_is_causal,
+                memory_is_causal=memory_is_causal,
+            )
+        return x if self.norm is None else self.norm(x)
+
+    __prepare_scriptable__ = scriptable
+
+
+class Transformer(torch.nn.Transformer):
+    """Drop-in torch.nn.Transformer: encoder and decoder of "Attention Is All You Need" (Vaswani et al. 2017, figure 1).
+
+    Args: as in torch.nn.Transformer. dropout is in [0, 1).
+
+    Raises:
+        ValueError: a size or dropout.
+    """
+
+    def __init__(
+        self,
+        d_model: int = 512,
+        nhead: int = 8,
+        num_encoder_layers: int = 6,
+        num_decoder_layers: int = 6,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = F.relu,
+        custom_encoder: Any | None = None,
+        custom_decoder: Any | None = None,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        options = (d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias)
+        factory = {"device": device, "dtype": dtype}
+        if custom_encoder is None:  # the order in which torch.nn draws its random numbers: encoder, decoder, xavier for all
+            layer = TransformerEncoderLayer(*options, **factory)
+            norm = LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **factory)
+            custom_encoder = TransformerEncoder(layer, num_encoder_layers, norm)
+        if custom_decoder is None:
+            layer = TransformerDecoderLayer(*options, **factory)
+            norm = LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **factory)
+            custom_decoder = TransformerDecoder(layer, num_decoder_layers, norm)
+        super().__init__(d_model, nhead, custom_encoder=custom_encoder, custom_decoder=custom_decoder, batch_first=batch_first)
+
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | None = None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        src_is_causal: bool | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """The decoder's output for tgt, given src.
+
+        Args:
+            src: (N, S, E) with batch_first, else (S, N, E); (S, E) without a batch.
+            tgt: like src with length T.
+            src_mask, tgt_mask, memory_mask: (S, S), (T, T), (T, S), or (N * nhead, ...). bool: True = hidden. Float: a summand.
+            src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask: (N, S), (N, T), (N, S), without N as src is.
+            src_is_causal, tgt_is_causal, memory_is_causal: without a mask, position i sees positions up to i; beside a mask
+                they change nothing.
+
+        Returns:
+            A tensor like tgt.
+
+        Raises:
+            ValueError, TypeError: a shape or a mask does not fit.
+        """
+        for name, x in (("src", src), ("tgt", tgt)):
+            if x.shape[-1] != self.d_model:
+                raise ValueError(f"{name} must have a last dimension of size d_model = {self.d_model}, got {tuple(x.shape)}")
+        batch = 0 if self.batch_first else 1
+        if src.dim() != tgt.dim() or (src.dim() == 3 and src.shape[batch] != tgt.shape[batch]):
+            raise ValueError(f"src and tgt must have one batch size, got {tuple(src.shape)} and {tuple(tgt.shape)}")
+        memory = self.encoder(src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal)
+        return self.decoder(
+            tgt,
+            memory,
+            tgt_mask=tgt_mask,
+            memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=tgt_is_causal,
+            memory_is_causal=memory_is_causal,
+        )
+
+    __prepare_scriptable__ = scriptable

@@ -1,0 +1,98 @@
+"""Builds fast_transformer._C, the compiled kernels; metadata is in pyproject.toml.
+
+    pip install --no-build-isolation .       # against the torch that is installed, not another one pip would fetch
+
+Environment: FAST_TRANSFORMER_SKIP_EXT=1 builds no extension (pure Python, everything runs through the reference);
+FORCE_CPU=1 leaves CUDA out, FORCE_CUDA=1 insists on it; MAX_JOBS limits the parallel compilations.
+"""
+
+import os
+import shutil
+import sys
+from glob import glob
+
+from setuptools import setup
+
+NO_TORCH = (
+    "fast_transformer is compiled against the torch it will run with, and no torch can be imported here. Install torch first, "
+    "then run `pip install --no-build-isolation .` (pip's isolated builds do not see installed packages), or build without "
+    "kernels: `FAST_TRANSFORMER_SKIP_EXT=1 pip install .`"
+)
+NO_COMPILER = (
+    "no C++ compiler found (looked for {}). Install one (Debian: `apt-get install g++`), name it in CXX, or build without "
+    "kernels: `FAST_TRANSFORMER_SKIP_EXT=1 pip install .`"
+)
+
+
+def flag(name: str) -> bool:
+    return os.environ.get(name, "0") not in ("", "0")
+
+
+def decide_cuda(torch_cuda: str | None, nvcc: str | None, force_cpu: bool, force_cuda: bool) -> tuple[bool, str]:
+    """Whether to build the CUDA parts, and why; raises where FORCE_CUDA asks for what cannot be."""
+    if force_cpu and force_cuda:
+        raise SystemExit("FORCE_CPU=1 and FORCE_CUDA=1 contradict each other: set one")
+    if force_cpu:
+        return False, "FORCE_CPU=1"
+    missing = None
+    if torch_cuda is None:
+        missing = "this torch is a CPU build"
+    elif nvcc is None:
+        missing = f"nvcc was not found; torch wants CUDA {torch_cuda}"
+    if force_cuda and missing:
+        raise SystemExit(f"FORCE_CUDA=1, but {missing}")
+    return missing is None, missing or f"torch has CUDA {torch_cuda} and nvcc is {nvcc}"
+
+
+def extension():
+    """The extension module and the command that builds it."""
+    try:
+        import torch
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        raise SystemExit(f"{NO_TORCH} ({error})") from None
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler.split()[0]) is None:
+        raise SystemExit(NO_COMPILER.format(compiler))
+    nvcc = shutil.which("nvcc") or (cpp_extension.CUDA_HOME and shutil.which("nvcc", path=f"{cpp_extension.CUDA_HOME}/bin"))
+    cuda, why = decide_cuda(torch.version.cuda, nvcc, flag("FORCE_CPU"), flag("FORCE_CUDA"))
+    print(f"fast_transformer: building CPU{' and CUDA' if cuda else ''} kernels against torch {torch.__version__} ({why})")
+
+    # -ffp-contract lets vector code use fused multiply-add; no -ffast-math: infinities and NaN keep their meaning.
+    flags = ["-O3", "-std=c++20", "-ffp-contract=fast", "-fno-math-errno", "-Wall"]
+    # GCC 12 crashes in its own vectoriser on loops that are vectorised by hand, and warns about its own intrinsics.
+    flags += ["-fno-tree-slp-vectorize", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+    openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
+    sources = glob("csrc/*.cpp") + glob("csrc/autograd/*.cpp") + glob("csrc/cpu/*.cpp") + glob("csrc/cpu/levels/*.cpp")
+    kind, compile_args = cpp_extension.CppExtension, {"cxx": flags + openmp}
+    if cuda:
+        kind = cpp_extension.CUDAExtension
+        sources += glob("csrc/cuda/*.cu")
+        compile_args["nvcc"] = ["-O3"]
+    module = kind(
+        "fast_transformer._C",
+        sorted(sources),
+        extra_compile_args=compile_args,
+        extra_link_args=openmp,
+        depends=glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True),
+    )
+    return module, cpp_extension.BuildExtension
+
+
+def main():
+    skip = flag("FAST_TRANSFORMER_SKIP_EXT")
+    if skip:
+        print("fast_transformer: building no kernels (FAST_TRANSFORMER_SKIP_EXT=1)")
+    module, build_ext = (None, None) if skip else extension()
+    setup(
+        packages=["fast_transformer", "fast_transformer.nn", "fast_transformer.ops", "fast_transformer.triton_kernels"],
+        # The Triton kernels have a folder of their own, but live under our name: the top-level name triton_kernels belongs to
+        # another package. (The link fast_transformer/triton_kernels does the same for a checkout that is not installed.)
+        package_dir={"fast_transformer.triton_kernels": "triton_kernels"},
+        ext_modules=[] if skip else [module],
+        cmdclass={} if skip else {"build_ext": build_ext},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Settings that every test runs under."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+from fast_transformer import ops
+
+# Derandomised: a property that fails here fails everywhere, and no example is remembered between two runs.
+settings.register_profile("fast_transformer", max_examples=25, deadline=None, derandomize=True, database=None)
+settings.load_profile("fast_transformer")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Uninitialised memory holds NaN, so that an element nobody wrote is seen."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=(ops.build_info() or {"cpu_levels": ["none built"]})["cpu_levels"])
+def level(request):
+    """Runs the test once with every instruction set that this CPU has."""
+    with ops.cpu_level(request.param):
+        yield request.param

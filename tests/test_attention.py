@@ -1,0 +1,861 @@
+"""functional.attention against a loop in float64 that says what attention is, one query at a time."""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import TOLERANCES, assert_accurate, keep_count_is_likely, randn
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+from fast_transformer import functional, reference
+from fast_transformer.functional import attention
+
+f64, f32, bf16, f16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A path of `attention` under test: a new one joins BACKENDS and every test below runs on it."""
+
+    name: str
+    device: str = "cpu"
+    dtypes: tuple[torch.dtype, ...] = (f64, f32, bf16, f16)
+    whole: bool = True  # takes every call; if not, only the cases marked `sdpa`
+
+    def __str__(self):
+        return self.name
+
+
+BACKENDS = [Backend("reference"), Backend("sdpa", whole=False)]
+WHOLE = [b for b in BACKENDS if b.whole]
+every_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
+whole_backend = pytest.mark.parametrize("backend", WHOLE, ids=str)
+
+
+# The oracle, and plain PyTorch
+
+
+def sees(i, j, causal=False, query_offset=0, window=None):
+    """Whether query i may look at key j."""
+    ahead = j - (i + query_offset)
+    left, right = (None, None) if window is None else window
+    return not (causal and ahead > 0) and (left is None or -ahead <= left) and (right is None or ahead <= right)
+
+
+def oracle(query, key, value, *, mask=None, bias=None, scale=None, softcap=None, kept=None, dropout_p=0.0, **position):
+    """Output (B, H, L, Dv), weights (B, H, L, S) and log-sum-exp (B, H, L): for each query, a softmax over a list of keys.
+
+    kept: bool (B, H, L, S), the weights that dropout left.
+    """
+    (B, H, L, D), (Hkv, S) = query.shape, key.shape[1:3]
+    scale = 1 / math.sqrt(D) if scale is None else scale
+    allowed = torch.ones(B, H, L, S, dtype=torch.bool) if mask is None else mask.expand(B, H, L, S)
+    if bias is not None:
+        bias = bias.expand(B, H, L, S)
+        allowed = allowed & (bias.detach() != -math.inf)
+    allowed = allowed.tolist()
+    out, weights, lse = [], [], []
+    for b, h, i in itertools.product(range(B), range(H), range(L)):
+        kv = h // (H // Hkv)
+        keys = [j for j in range(S) if allowed[b][h][i][j] and sees(i, j, **position)]
+        if not keys:
+            out.append(value.new_zeros(value.shape[3]))
+            weights.append(query.new_zeros(S))
+            lse.append(query.new_tensor(-math.inf))
+            continue
+        score = (key[b, kv, keys] * query[b, h, i]).sum(-1) * scale
+        if softcap is not None:
+            score = softcap * (score / softcap).tanh()
+        if bias is not None:
+            score = score + bias[b, h, i, keys]
+        top = score.detach().max()
+        total = (score - top).exp().sum()
+        weight = (score - top).exp() / total
+        if kept is not None:
+            weight = weight * kept[b, h, i, keys] / (1 - dropout_p)
+        out.append(weight @ value[b, kv, keys])
+        weights.append(query.new_zeros(S).index_put((torch.tensor(keys),), weight))
+        lse.append(top + total.log())
+    if not out:
+        return query.new_zeros(B, H, L, value.shape[3]), query.new_zeros(B, H, L, S), query.new_zeros(B, H, L)
+    return torch.stack(out).view(B, H, L, -1), torch.stack(weights).view(B, H, L, S), torch.stack(lse).view(B, H, L)
+
+
+def plain(query, key, value, *, mask=None, bias=None, scale=None, softcap=None, **position):
+    """The same three as one would write them in PyTorch, in the dtype of the arguments; the log-sum-exp at least in float32."""
+    (H, L, D), (Hkv, S) = query.shape[1:], key.shape[1:3]
+    scale = D**-0.5 if scale is None else scale
+    key, value = key.repeat_interleave(H // Hkv, 1), value.repeat_interleave(H // Hkv, 1)
+    allowed = torch.tensor([sees(i, j, **position) for i in range(L) for j in range(S)], dtype=torch.bool).view(L, S)
+    allowed = allowed.to(query.device) if mask is None else allowed.to(query.device) & mask
+
+    def scores(query, key):
+        score = query @ key.mT * scale
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if bias is not None:
+            score = score + bias.to(score.dtype)
+        score = score.masked_fill(~allowed, -math.inf)
+        blind = (score == -math.inf).all(-1, keepdim=True)
+        return score.masked_fill(blind, 0.0), blind
+
+    score, blind = scores(query, key)
+    weights = score.softmax(-1) * ~blind
+    wide = torch.promote_types(query.dtype, f32)
+    lse = scores(query.to(wide), key.to(wide))[0].logsumexp(-1).masked_fill(blind[..., 0], -math.inf)
+    return weights @ value, weights, lse
+
+
+# Cases
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    B: int = 2
+    H: int = 2
+    Hkv: int | None = None  # None: as H
+    L: int = 7
+    S: int = 9
+    D: int = 8
+    Dv: int | None = None  # None: as D
+    mask: tuple[int, ...] | None = None  # the shape of a random mask
+    bias: tuple[int, ...] | None = None  # ... and of a random bias
+    blind: bool = False  # the mask hides every key from query 0
+    bias_inf: bool = False  # the bias holds -inf: from query 0 to all keys, and here and there
+    options: dict = field(default_factory=dict)
+    sdpa: bool = False  # PyTorch's flash kernel takes it (if the bias needs no gradient)
+
+
+CASES = {
+    "L63-S63-D16": Case(L=63, S=63, D=16, sdpa=True),
+    "L111-S63-D100": Case(B=1, H=1, L=111, S=63, D=100, sdpa=True),
+    "L1-S111": Case(L=1, S=111, sdpa=True),
+    "L63-S1": Case(L=63, S=1, sdpa=True),
+    "L1-S1-D1": Case(L=1, S=1, D=1, sdpa=True),
+    "B0": Case(B=0),
+    "L0": Case(L=0),
+    "S0": Case(S=0),
+    "L0-S0-causal": Case(L=0, S=0, options=dict(causal=True)),
+    "D5-Dv11": Case(D=5, Dv=11),
+    "D11-Dv1": Case(D=11, Dv=1),
+    "H6-Hkv2": Case(H=6, Hkv=2),
+    "H4-Hkv1-masked": Case(H=4, Hkv=1, mask=(2, 4, 7, 9), bias=(4, 1, 1)),
+    "scale0.3": Case(options=dict(scale=0.3), sdpa=True),
+    "scale-negative": Case(options=dict(scale=-0.7), sdpa=True),
+    "scale0": Case(options=dict(scale=0.0), sdpa=True),
+    "scores-in-the-hundreds": Case(options=dict(scale=40.0), sdpa=True),
+    "softcap": Case(options=dict(softcap=1.5)),
+    "softcap-bias-inf": Case(bias=(2, 7, 9), bias_inf=True, options=dict(softcap=0.7)),
+    "causal": Case(L=9, S=9, options=dict(causal=True), sdpa=True),
+    "causal-L63-S63": Case(L=63, S=63, options=dict(causal=True), sdpa=True),
+    "causal-L5-S9": Case(L=5, options=dict(causal=True), sdpa=True),
+    "causal-L9-S5": Case(L=9, S=5, options=dict(causal=True), sdpa=True),
+    "causal-offset+4": Case(L=5, options=dict(causal=True, query_offset=4)),
+    "causal-offset+99": Case(options=dict(causal=True, query_offset=99)),
+    "causal-offset-3": Case(options=dict(causal=True, query_offset=-3)),
+    "causal-offset-99": Case(options=dict(causal=True, query_offset=-99)),
+    "offset-alone": Case(options=dict(query_offset=3)),
+    "window-2-1": Case(options=dict(window=(2, 1))),
+    "window-0-0": Case(options=dict(window=(0, 0))),
+    "window-None-1": Case(options=dict(window=(None, 1))),
+    "window-2-None": Case(options=dict(window=(2, None))),
+    "window-None-None": Case(options=dict(window=(None, None))),
+    "window-list": Case(options=dict(window=[1, 2])),
+    "window-2-1-offset+4": Case(options=dict(window=(2, 1), query_offset=4)),
+    "window-2-1-offset-4": Case(options=dict(window=(2, 1), query_offset=-4)),
+    "window-2-3-causal": Case(options=dict(window=(2, 3), causal=True)),
+    "window-3-0-causal-offset+5": Case(L=63, S=63, options=dict(window=(3, 0), causal=True, query_offset=5)),
+    "window-None-2-causal-offset-2": Case(options=dict(window=(None, 2), causal=True, query_offset=-2)),
+    "mask-blind": Case(mask=(2, 2, 7, 9), blind=True, sdpa=True),
+    "mask-padding-L63": Case(L=63, S=63, mask=(2, 1, 1, 63), sdpa=True),
+    "mask-causal": Case(mask=(2, 1, 1, 9), options=dict(causal=True), sdpa=True),
+    "mask-bias": Case(mask=(2, 1, 1, 9), bias=(2, 1, 9), sdpa=True),
+    "bias-inf": Case(bias=(2, 2, 7, 9), bias_inf=True, sdpa=True),
+    "bias-causal": Case(bias=(1, 2, 7, 9), options=dict(causal=True)),
+    "bias-shared-L63": Case(L=63, S=63, bias=(1, 2, 63, 63), sdpa=True),
+    "everything": Case(
+        *(2, 4, 2, 11, 13, 5, 3),
+        mask=(2, 1, 1, 13),
+        bias=(1, 4, 11, 1),
+        options=dict(causal=True, query_offset=2, window=(6, None), scale=0.6, softcap=2.0),
+    ),
+}
+
+for shape in ("".join(s) for s in [*itertools.product("B1", "H1", "L1", "S1"), "HLS", "H1S", "LS", "1S", "L1", "S", "1", ""]):
+    sizes = tuple({"B": 2, "H": 3, "L": 4, "S": 5, "1": 1}[c] for c in shape)
+    CASES[f"mask({shape})"] = Case(2, 3, None, 4, 5, 3, mask=sizes, sdpa=True)
+    CASES[f"bias({shape})"] = Case(2, 3, None, 4, 5, 3, bias=sizes, sdpa=True)
+
+RETURNS = {
+    "output": {},
+    "mean-lse": dict(return_weights="mean", return_lse=True),
+    "per_head-lse": dict(return_weights="per_head", return_lse=True),
+}
+
+
+@cache
+def tensors(case):
+    """query, key, value, mask, bias in float64."""
+    torch.manual_seed(0)
+    Hkv, Dv = case.Hkv or case.H, case.Dv or case.D
+    query, key = randn(case.B, case.H, case.L, case.D), randn(case.B, Hkv, case.S, case.D)
+    value, mask, bias = randn(case.B, Hkv, case.S, Dv), None, None
+    if case.mask is not None:
+        mask = torch.rand(case.mask) < 0.7
+        if case.blind:
+            mask[..., 0, :] = False
+    if case.bias is not None:
+        bias = randn(*case.bias)
+        if case.bias_inf:
+            bias[torch.rand(case.bias) < 0.3] = -math.inf
+            bias[..., 0, :] = -math.inf
+    return query, key, value, mask, bias
+
+
+def select(returns, output, weights, lse):
+    return {"output": (output,), "mean-lse": (output, weights.mean(1), lse), "per_head-lse": (output, weights, lse)}[returns]
+
+
+def with_gradients(fn, query, key, value, bias, cotangents=None):
+    """What fn returns, the cotangents it was differentiated with (random if not given), and the gradients of the floats."""
+    inputs = [x.detach().clone().requires_grad_() for x in (query, key, value, bias) if x is not None]
+    results = fn(*inputs[:3], bias=inputs[3] if bias is not None else None)
+    results = results if isinstance(results, tuple) else (results,)
+    if cotangents is None:
+        cotangents = [randn(*r.shape) for r in results]
+    cotangents = [c.to(r) for c, r in zip(cotangents, results, strict=True)]
+    differentiable = [(r, c) for r, c in zip(results, cotangents, strict=True) if r.requires_grad]
+    outputs, grads = zip(*differentiable, strict=True) if differentiable else ((), ())
+    grads = torch.autograd.grad(outputs, inputs, grads, allow_unused=True, materialize_grads=True) if outputs else []
+    return results, cotangents, grads
+
+
+@cache
+def truth(case, returns):
+    query, key, value, mask, bias = tensors(case)
+    return with_gradients(
+        lambda q, k, v, bias: select(returns, *oracle(q, k, v, mask=mask, bias=bias, **case.options)), query, key, value, bias
+    )
+
+
+def runs():
+    for backend, (name, case), returns in itertools.product(BACKENDS, CASES.items(), RETURNS):
+        if name[-1] == ")" and returns == "mean-lse" or not backend.whole and not (case.sdpa and returns == "output"):
+            continue
+        for dtype in backend.dtypes[:3] if name[-1] == ")" else backend.dtypes:
+            yield pytest.param(backend, case, returns, dtype, id=f"{backend}-{name}-{returns}-{str(dtype)[6:]}")
+
+
+@pytest.mark.parametrize("backend, case, returns, dtype", list(runs()))
+def test_results_and_gradients(backend, case, returns, dtype):
+    query, key, value, mask, bias = tensors(case)
+    exact, cotangents, exact_grads = truth(case, returns)
+    query, key, value, bias = (x if x is None else x.to(backend.device, dtype) for x in (query, key, value, bias))
+    mask = mask if mask is None else mask.to(backend.device)
+    constant = bias if not backend.whole else None  # sdpa gives no gradient to the bias
+
+    def fused(q, k, v, bias):
+        bias = constant if bias is None else bias
+        return attention(q, k, v, mask=mask, bias=bias, backend=backend.name, **case.options, **RETURNS[returns])
+
+    def yardstick(q, k, v, bias):
+        return select(returns, *plain(q, k, v, mask=mask, bias=bias, **case.options))
+
+    got, _, got_grads = with_gradients(fused, query, key, value, bias if constant is None else None, cotangents)
+    usual, _, usual_grads = with_gradients(yardstick, query, key, value, bias, cotangents)
+    for name, *three in zip(("output", "weights", "lse"), got, usual, exact, strict=False):
+        assert_accurate(name, *three, factor=2)
+        assert three[0].dtype == (torch.promote_types(dtype, f32) if name == "lse" else dtype)
+    exact_grads = exact_grads or [torch.zeros_like(x) for x in tensors(case)[:3]]
+    # Backward takes a weight to be exp(score - lse) with an lse rounded to float32, off by up to 2^-24 |lse|: so is the weight.
+    lse = truth(case, "per_head-lse")[0][2]
+    floor = 2.0**-24 * lse.masked_fill(lse.isinf(), 0.0).abs().max().item() if dtype != f64 and lse.numel() else 0.0
+    for name, *three in zip(("query", "key", "value", "bias"), got_grads, usual_grads, exact_grads, strict=False):
+        assert_accurate(f"gradient of {name}", *three, factor=3, floor=floor)
+        assert three[0].dtype == dtype
+    assert len(got_grads) == 3 + (bias is not None and constant is None)
+
+
+def everything(dtype=f64, device="cpu", B=2, L=11, S=13):
+    """Arguments that switch everything on except dropout; every query sees a key."""
+    query, key, value = randn(B, 4, L, 5), randn(B, 2, S, 5), randn(B, 2, S, 3)
+    mask, bias = torch.rand(B, 1, 1, S) < 0.7, randn(1, 4, 1, S)
+    mask[..., :2] = True
+    inputs = [x.to(device, dtype).requires_grad_() for x in (query, key, value, bias)]
+    return inputs, dict(mask=mask.to(device), causal=True, query_offset=1, window=(99, None), scale=0.6, softcap=2.0)
+
+
+EXTRAS = dict(return_weights="per_head", return_lse=True)
+
+
+@whole_backend
+@pytest.mark.parametrize("dtypes", [(bf16, f32), (f16, f32), (f32, f64), (f32, bf16), (f64, f32)], ids=str)
+def test_bias_of_another_dtype(dtypes, backend):
+    if dtypes[0] not in backend.dtypes:
+        pytest.skip(f"{backend} has no {dtypes[0]}")
+    query, key, value, _, bias = tensors(CASES["bias(1HLS)"])
+    exact, cotangents, exact_grads = truth(CASES["bias(1HLS)"], "output")
+    inputs = [x.to(backend.device, dtypes[0]) for x in (query, key, value)] + [bias.to(backend.device, dtypes[1])]
+    got, _, grads = with_gradients(lambda *a, bias: attention(*a, bias=bias, backend=backend.name), *inputs, cotangents)
+    usual, _, usual_grads = with_gradients(lambda *a, bias: plain(*a, bias=bias)[0], *inputs, cotangents)
+    assert got[0].dtype == dtypes[0] and grads[3].dtype == dtypes[1]
+    assert_accurate("output", got[0], usual[0], exact[0], factor=2)
+    for name, *three in zip(("query", "key", "value", "bias"), grads, usual_grads, exact_grads, strict=True):
+        assert_accurate(f"gradient of {name}", *three, factor=3)
+
+
+# Queries that see nothing
+
+LONG = dict(L=70, S=70)  # longer than a block of keys
+HIDDEN = {
+    "mask": dict(mask=torch.zeros(1, 1, 70, 1, dtype=torch.bool)),
+    "bias": dict(bias=torch.full((70, 70), -math.inf)),
+    "causal": dict(causal=True, query_offset=-70),
+    "window": dict(window=(None, 3), query_offset=-74),
+    "mask-and-window": dict(mask=torch.arange(70) < 35, window=(5, 5), query_offset=41),
+    "bias-and-causal": dict(bias=torch.where(torch.arange(70) == 69, 0.0, -math.inf), causal=True, query_offset=-1),
+}
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("hidden", HIDDEN)
+@whole_backend
+def test_a_query_that_sees_nothing_gives_exact_zeros(backend, hidden, returns, dropout_p):
+    q, k, v = (torch.randn(2, 2, 70, 8, device=backend.device, requires_grad=True) for _ in range(3))
+    options = {n: x.to(backend.device) if isinstance(x, torch.Tensor) else x for n, x in HIDDEN[hidden].items()}
+    if "bias" in options:
+        options["bias"].requires_grad_()
+    results = attention(q, k, v, dropout_p=dropout_p, backend=backend.name, **options, **RETURNS[returns])
+    results = results if isinstance(results, tuple) else (results,)
+    for r, empty in zip(results, (0.0, 0.0, -math.inf), strict=False):
+        assert (r == empty).all()
+    inputs = [q, k, v] + ([options["bias"]] if "bias" in options else [])
+    grads = torch.autograd.grad(results, inputs, [torch.randn_like(r) for r in results])
+    assert all((g == 0).all() for g in grads)
+
+
+@every_backend
+def test_a_query_that_sees_nothing_leaves_the_others_alone(backend):
+    q, k, v = (torch.randn(2, 2, 70, 8, device=backend.device, requires_grad=True) for _ in range(3))
+    mask = torch.rand(2, 2, 70, 70, device=backend.device) < 0.5
+    mask[:, 1, 10:50] = False
+    out = attention(q, k, v, mask=mask, backend=backend.name)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert (out[:, 1, 10:50] == 0).all() and (grads[0][:, 1, 10:50] == 0).all()
+    assert (out[:, 0] != 0).all() and (out[:, 1, 50:] != 0).all()
+    assert all(g.isfinite().all() for g in grads)
+
+
+# Memory layouts
+
+
+def close(got, expected):
+    """Equal up to the order of sums, for values of size 1 to 10 (which multiplies the roundings that TOLERANCES allows)."""
+    tolerance = 8 * TOLERANCES[got.dtype]
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+LAYOUTS = {  # a function of a tensor (B, H, L, D) that returns the same numbers in other strides
+    "BLHD": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "LBHD": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "fused-BL3HD": lambda x: (
+        torch.stack((torch.full_like(x, math.nan), x, torch.full_like(x, math.nan)))
+        .permute(1, 3, 0, 2, 4)
+        .contiguous()[:, :, 1]
+        .transpose(1, 2)
+    ),
+    "BHDL": lambda x: x.mT.contiguous().mT,
+    "every-second-element": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "odd-storage-offset": lambda x: F.pad(x, (1, 2), value=math.nan)[..., 1:-2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_backend
+def test_strides(backend, layout):
+    contiguous = [torch.randn(2, 3, 9, 8, device=backend.device) for _ in range(3)]
+    strided = [LAYOUTS[layout](x) for x in contiguous]
+    assert all(torch.equal(a, b) and a.stride() != b.stride() for a, b in zip(contiguous, strided, strict=True))
+    cotangent = LAYOUTS[layout](torch.randn(2, 3, 9, 8, device=backend.device))
+    results = []
+    for inputs in (contiguous, strided):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        out = attention(*inputs, causal=True, backend=backend.name)
+        results.append((out, *torch.autograd.grad(out, inputs, cotangent)))
+    for got, expected in zip(*reversed(results), strict=True):
+        close(got, expected)
+
+
+@every_backend
+def test_views_of_a_fused_projection_share_one_gradient(backend):
+    fused = torch.randn(2, 9, 3, 4, 8, device=backend.device, requires_grad=True)  # (B, L, 3, H, D)
+    attention(*fused.permute(2, 0, 3, 1, 4), backend=backend.name).sum().backward()
+    apart = [x.detach().contiguous().requires_grad_() for x in fused.permute(2, 0, 3, 1, 4)]
+    attention(*apart, backend=backend.name).sum().backward()
+    close(fused.grad.permute(2, 0, 3, 1, 4), torch.stack([x.grad for x in apart]))
+
+
+@every_backend
+def test_expanded_inputs_and_cotangents(backend):
+    query, key, value = (torch.randn(*s, device=backend.device) for s in ((1, 3, 9, 8), (2, 1, 9, 8), (2, 3, 1, 8)))
+    results = []
+    for copy in (lambda x: x, lambda x: x.contiguous()):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        out = attention(*(copy(x.expand(2, 3, 9, 8)) for x in leaves), backend=backend.name)
+        results.append((out, *torch.autograd.grad(out, leaves, torch.ones((), device=out.device).expand_as(out))))
+    for got, expected in zip(*results, strict=True):
+        close(got, expected)
+
+
+@whole_backend
+def test_strided_mask_and_bias(backend):
+    q, k, v = (torch.randn(2, 3, 9, 8, device=backend.device) for _ in range(3))
+    mask, bias = torch.rand(9, 9, 3, 2, device=backend.device) < 0.7, torch.randn(9, 9, 3, 2, device=backend.device)
+    mask, bias = mask.permute(3, 2, 1, 0), bias.permute(3, 2, 1, 0).requires_grad_()
+    out = attention(q, k, v, mask=mask, bias=bias, backend=backend.name)
+    (grad,) = torch.autograd.grad(out.sum(), bias)
+    apart = bias.detach().contiguous().requires_grad_()
+    expected = attention(q, k, v, mask=mask.contiguous(), bias=apart, backend=backend.name)
+    close(out, expected)
+    close(grad, torch.autograd.grad(expected.sum(), apart)[0])
+
+
+@whole_backend
+def test_inputs_are_left_as_they_are(backend):
+    inputs, options = everything(f32, backend.device)
+    tensors = [*inputs, options["mask"]]
+    before = [(x.detach().clone(), x._version) for x in tensors]
+    results = attention(*inputs[:3], bias=inputs[3], dropout_p=0.2, backend=backend.name, **options, **EXTRAS)
+    sum(r.sum() for r in results).backward()
+    for x, (copy, version) in zip(tensors, before, strict=True):
+        assert x._version == version and torch.equal(x, copy)
+
+
+@whole_backend
+def test_order_of_the_results(backend):
+    (q, k, v, bias), options = everything(f32, backend.device)
+    B, H, L, S, Dv = 2, 4, 11, 13, 3
+    shapes = {"output": (B, H, L, Dv), "mean": (B, L, S), "per_head": (B, H, L, S), "lse": (B, H, L)}
+    whole = attention(q, k, v, bias=bias, backend=backend.name, **options, **EXTRAS)
+    full = dict(zip(("output", "per_head", "lse"), whole, strict=True)) | {"mean": whole[1].mean(1)}
+    for weights, lse in itertools.product((None, "mean", "per_head"), (False, True)):
+        got = attention(q, k, v, bias=bias, backend=backend.name, return_weights=weights, return_lse=lse, **options)
+        names = ["output"] + [weights] * (weights is not None) + ["lse"] * lse
+        assert isinstance(got, tuple) == (len(names) > 1)
+        for name, x in zip(names, got if len(names) > 1 else (got,), strict=True):
+            assert x.shape == shapes[name]
+            close(x, full[name])
+
+
+# Dropout
+
+
+@whole_backend
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_the_share_it_says(dropout_p, backend):
+    q, k, v = (torch.randn(4, 4, 64, 8, device=backend.device) for _ in range(3))
+    weights = attention(q, k, v, dropout_p=dropout_p, return_weights="per_head", backend=backend.name)[1]
+    assert keep_count_is_likely((weights != 0).sum().item(), weights.numel(), 1 - dropout_p)
+
+
+@whole_backend
+@pytest.mark.parametrize("dtype", [f64, f32, bf16, f16], ids=str)
+@pytest.mark.parametrize("returns", RETURNS)
+def test_dropout_results_and_gradients(returns, dtype, backend):
+    """Against the oracle with the weights that were dropped here; the output uses the weights that are returned."""
+    if dtype not in backend.dtypes:
+        pytest.skip(f"{backend} has no {dtype}")
+    inputs, options = everything()
+
+    def fused(q, k, v, bias, returns=RETURNS[returns]):
+        torch.manual_seed(7)
+        return attention(q, k, v, bias=bias, dropout_p=0.375, backend=backend.name, **options, **returns)
+
+    inputs_here = [x.detach().to(backend.device, dtype) for x in inputs]
+    options["mask"] = options["mask"].to(backend.device)
+    output, weights, _ = fused(*inputs_here, EXTRAS)
+    undropped = attention(*inputs_here[:3], bias=inputs_here[3], backend=backend.name, **options, **EXTRAS)[1]
+    kept = weights != 0
+    assert 0 < kept.sum() < (undropped != 0).sum()
+    if dtype in (f32, f64):
+        close(weights, undropped * kept / 0.625)  # 0.375 is a multiple of 1/65536: the scale is exact
+        close(output, weights @ inputs_here[2].repeat_interleave(2, 1))
+
+    def truly(fn, kept, mask):
+        def results(q, k, v, bias):
+            output, weights, lse = fn(q, k, v, bias=bias, **(options | {"mask": mask}))
+            if fn is plain:
+                weights = weights * kept / 0.625
+                output = weights @ v.repeat_interleave(2, 1)
+            return select(returns, output, weights, lse)
+
+        return results
+
+    def exactly(*a, **o):
+        return oracle(*a, **o, kept=kept.cpu(), dropout_p=0.375)
+
+    exact, cotangents, exact_grads = with_gradients(truly(exactly, None, options["mask"].cpu()), *inputs)
+    usual, _, usual_grads = with_gradients(truly(plain, kept, options["mask"]), *inputs_here, cotangents)
+    got, _, got_grads = with_gradients(fused, *inputs_here, cotangents)
+    for name, *three in zip(("output", "weights", "lse"), got, usual, exact, strict=False):
+        assert_accurate(name, *three, factor=2)
+    for name, *three in zip(("query", "key", "value", "bias"), got_grads, usual_grads, exact_grads, strict=True):
+        assert_accurate(f"gradient of {name}", *three, factor=3)
+
+
+@whole_backend
+def test_dropout_follows_the_seed(backend):
+    q, k, v = (torch.randn(2, 2, 9, 8, device=backend.device) for _ in range(3))
+    torch.manual_seed(1)
+    first, second = (attention(q, k, v, dropout_p=0.5, backend=backend.name) for _ in range(2))
+    torch.manual_seed(1)
+    again = attention(q, k, v, dropout_p=0.5, backend=backend.name)
+    assert torch.equal(first, again) and not torch.equal(first, second)
+
+
+@whole_backend
+def test_dropout_mask_is_the_philox_stream(backend, monkeypatch):
+    """Rows are (b, h, query), columns are keys: the same for every backend, bit for bit."""
+    seed = torch.tensor(-(2**40) - 12345, device=backend.device)
+    monkeypatch.setattr(functional, "_draw_seed", lambda p, device: seed)
+    q, k, v = (torch.randn(2, 3, n, 8, device=backend.device) for n in (21, 37, 37))
+    weights = attention(q, k, v, dropout_p=0.4, return_weights="per_head", backend=backend.name)[1]
+    assert torch.equal(weights != 0, reference.keep_mask(seed, weights.shape, 0.4))
+
+
+@whole_backend
+def test_dropout_is_distributed_as_in_pytorch(backend):
+    """Mean and variance over 4000 draws, beside the mean without dropout and beside F.scaled_dot_product_attention."""
+    n = 4000
+    q, k, v = (torch.randn(1, 2, 3, 4, device=backend.device).expand(n, 2, 3, 4) for _ in range(3))
+    ours = attention(q, k, v, dropout_p=0.3, backend=backend.name)
+    torchs = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+    exact = F.scaled_dot_product_attention(q[:1], k[:1], v[:1])[0]
+    variance, fourth = ours.var(0), (ours - ours.mean(0)).pow(4).mean(0)
+    assert ((ours.mean(0) - exact).abs() < 5 * (variance / n).sqrt()).all()
+    # The variance of a sample variance is (fourth moment - variance^2) / n; here is a difference of two.
+    assert ((variance - torchs.var(0)).abs() < 5 * (2 * (fourth - variance**2) / n).sqrt()).all()
+
+
+# Derivatives of every kind
+
+
+def small():
+    """Inputs for gradcheck, with one key head for two query heads and a bias shared by the queries."""
+    return [torch.randn(*s, dtype=f64, requires_grad=True) for s in ((1, 2, 3, 2), (1, 1, 4, 2), (1, 1, 4, 3), (2, 1, 4))]
+
+
+CHECKED = {
+    "output": {},
+    "weights-lse": EXTRAS,
+    "mean-softcap": dict(return_weights="mean", softcap=1.2),
+    "everything-with-dropout": dict(**EXTRAS, causal=True, softcap=1.2, window=(2, None), scale=0.9, dropout_p=0.4),
+    "blind": dict(return_weights="per_head", causal=True, query_offset=-1),
+}
+
+
+def seeded_attention(backend, options):
+    def fn(q, k, v, bias):
+        if options.get("dropout_p"):
+            torch.manual_seed(3)
+        return attention(q, k, v, bias=bias, backend=backend, **options)
+
+    return fn
+
+
+@pytest.mark.parametrize("backend", [b for b in WHOLE if f64 in b.dtypes], ids=str)
+@pytest.mark.parametrize("options", CHECKED)
+def test_gradcheck(options, backend):
+    options = CHECKED[options]
+    assert gradcheck(seeded_attention(backend.name, options), small(), check_batched_grad=backend.name == "reference")
+
+
+@pytest.mark.parametrize("backend", [b for b in WHOLE if f64 in b.dtypes], ids=str)
+@pytest.mark.parametrize("options", CHECKED)
+def test_gradgradcheck(options, backend):
+    assert gradgradcheck(seeded_attention(backend.name, CHECKED[options]), small(), fast_mode=True)
+
+
+@every_backend
+def test_gradgradcheck_without_bias(backend):
+    if f64 not in backend.dtypes:
+        pytest.skip("float64 only")
+    query, key, value, _ = small()
+    query, value = query.detach()[:, :1].requires_grad_(), value.detach()[..., :2].requires_grad_()
+    mask = torch.tensor([[True, False, True, True]] * 3)
+    mask[1] = False
+    fn = lambda q, k, v: attention(q, k, v, mask=mask, scale=0.8, backend=backend.name)  # noqa: E731
+    assert gradcheck(fn, (query, key, value))
+    assert gradgradcheck(fn, (query, key, value))
+
+
+@pytest.mark.parametrize("options", CHECKED)
+def test_forward_mode(options):
+    """Dual numbers pick a path that can follow them."""
+    options = CHECKED[options]
+    fn = seeded_attention(None, options)
+    assert gradcheck(fn, small(), check_forward_ad=True, check_backward_ad=False, check_undefined_grad=False)
+
+
+def along(fn, inputs, tangents):
+    """The directional derivative of fn, from one reverse pass: J t is the gradient of (J^T u) t in u."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = fn(*inputs)
+    u = torch.zeros_like(out, requires_grad=True)
+    grads = torch.autograd.grad(out, inputs, u, create_graph=True)
+    return torch.autograd.grad(sum((g * t).sum() for g, t in zip(grads, tangents, strict=True)), u)[0]
+
+
+def test_jvp_and_dual_numbers_agree_with_reverse_mode():
+    inputs, options = everything(L=5, S=6)
+    inputs = [x.detach() for x in inputs]
+    tangents = [torch.randn_like(x) for x in inputs]
+    fn = lambda q, k, v, bias: attention(q, k, v, bias=bias, **options)  # noqa: E731
+    expected = along(lambda q, k, v, bias: oracle(q, k, v, bias=bias, **options)[0], inputs, tangents)
+    close(torch.func.jvp(fn, tuple(inputs), tuple(tangents))[1], expected)
+    with forward_ad.dual_level():
+        out = fn(*(forward_ad.make_dual(x, t) for x, t in zip(inputs, tangents, strict=True)))
+        close(forward_ad.unpack_dual(out).tangent, expected)
+        assert forward_ad.unpack_dual(attention(*(x[:, :2] for x in inputs[:3]))).tangent is None
+
+
+def test_vmap_equals_a_loop():
+    (q, k, v, bias), options = everything()
+    q, v, bias = (torch.randn(*s, dtype=f64) for s in ((3, *q.shape), (*v.shape, 3), (3, *bias.shape)))
+    fn = lambda q, k, v, bias: attention(q, k, v, bias=bias, **options, **EXTRAS)  # noqa: E731
+    got = torch.vmap(fn, in_dims=(0, None, -1, 0))(q, k, v, bias)
+    expected = [fn(q[i], k, v[..., i], bias[i]) for i in range(3)]
+    for x, *ys in zip(got, *expected, strict=True):
+        close(x, torch.stack(ys))
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_vmap_of_dropout(randomness):
+    q, k, v = (torch.randn(1, 2, 9, 4).expand(3, 1, 2, 9, 4) for _ in range(3))
+    fn = lambda q, k, v: attention(q, k, v, dropout_p=0.5)  # noqa: E731
+    out = torch.vmap(fn, randomness=randomness)(q, k, v)
+    assert torch.equal(out[0], out[1]) == (randomness == "same")
+
+
+@pytest.mark.parametrize("per_sample", [False, True], ids=["grad", "vmap-of-grad"])
+def test_func_grad(per_sample):
+    q, k, v = (torch.randn(3, 1, 2, 5, 4, dtype=f64, requires_grad=True) for _ in range(3))
+    fn = lambda q, k, v: attention(q, k, v, causal=True).square().sum()  # noqa: E731
+    expected = torch.autograd.grad(sum(fn(q[i], k[i], v[i]) for i in range(3)), (q, k, v))
+    if per_sample:
+        got = torch.vmap(torch.func.grad(fn, (0, 1, 2)))(q, k, v)
+    else:
+        got = [torch.stack(x) for x in zip(*(torch.func.grad(fn, (0, 1, 2))(q[i], k[i], v[i]) for i in range(3)), strict=True)]
+    for x, y in zip(got, expected, strict=True):
+        close(x, y)
+
+
+def test_nothing_is_differentiated_when_nothing_asks():
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    assert not attention(q, k, v, causal=True).requires_grad
+    q.requires_grad_()
+    assert attention(q, k, v).requires_grad
+    with torch.no_grad():
+        assert not attention(q, k, v).requires_grad
+    with torch.inference_mode():
+        assert attention(q, k, v).is_inference()
+
+
+# torch.compile and autocast
+
+COMPILED = {
+    "plain": dict(),
+    "causal-mask": dict(causal=True, mask=torch.arange(6) < 4),
+    "dropout": dict(dropout_p=0.5),
+    "everything": dict(**EXTRAS, dropout_p=0.5, causal=True, query_offset=1, window=(4, None), softcap=2.0, scale=0.7),
+}
+
+
+@pytest.mark.parametrize("options", COMPILED)
+@pytest.mark.parametrize("backend", [None, *(b.name for b in WHOLE)])
+def test_compile(backend, options):
+    torch._dynamo.reset()
+    options = COMPILED[options]
+    fn = lambda q, k, v: attention(q, k, v, backend=backend, **options)  # noqa: E731
+    inputs = [torch.randn(2, 2, n, 4, requires_grad=True) for n in (5, 6, 6)]
+    results = []
+    for f in (fn, torch.compile(fn, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(5)
+        out = f(*inputs)
+        out = out if isinstance(out, tuple) else (out,)
+        results.append((*out, *torch.autograd.grad(out, inputs, [torch.ones_like(o) for o in out])))
+    for got, expected in zip(*reversed(results), strict=True):
+        close(got, expected)
+
+
+def test_compile_once_for_all_lengths():
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def decode(q, k, v):
+        return attention(q, k, v, causal=True, query_offset=k.shape[2] - q.shape[2], window=(4, None))
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for L, S in ((3, 5), (4, 9), (6, 7)):
+            q, k, v = (torch.randn(2, 2, n, 4) for n in (L, S, S))
+            close(decode(q, k, v), attention(q, k, v, causal=True, query_offset=S - L, window=(4, None)))
+
+
+@every_backend
+def test_autocast_casts_as_sdpa_does(backend):
+    q, k, v = (torch.randn(2, 3, 9, 8, device=backend.device, requires_grad=True) for _ in range(3))
+    with torch.autocast(backend.device, bf16):
+        out = attention(q, k, v, backend=backend.name)
+        assert out.dtype == F.scaled_dot_product_attention(q, k, v).dtype == bf16
+    assert torch.equal(out, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), backend=backend.name))
+    assert all(g.dtype == f32 for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@whole_backend
+def test_autocast_does_not_reach_the_arithmetic(backend):
+    (q, k, v, bias), options = everything(f32, backend.device)
+    with torch.autocast(backend.device, bf16):
+        got = attention(q, k, v, bias=bias, backend=backend.name, **options, **EXTRAS)
+        with torch.autocast(backend.device, enabled=False):
+            expected = attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), bias=bias, backend=backend.name, **options, **EXTRAS)
+        double = attention(q.double(), k.double(), v.double()) if f64 in backend.dtypes else None
+    assert got[2].dtype == f32
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    assert double is None or double.dtype == f64
+
+
+# The choice of backend and PyTorch's own attention
+
+
+@pytest.mark.parametrize("options, expected", [({}, "sdpa"), (dict(softcap=1.0), "reference")], ids=["plain", "softcap"])
+def test_the_first_path_that_can_is_taken(options, expected, monkeypatch):
+    taken = []
+    for name, module in (("sdpa", functional.ops.sdpa), ("reference", reference)):
+        fn = module.attention
+        monkeypatch.setattr(module, "attention", lambda *a, fn=fn, name=name, **o: taken.append(name) or fn(*a, **o))
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    got = attention(q, k, v, **options)
+    assert torch.equal(got, attention(q, k, v, backend=taken[0], **options))
+    assert taken[0] == expected
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal", "scale", "mask", "bias", "gqa"])
+@pytest.mark.parametrize("dtype", [f64, f32], ids=str)
+def test_equals_scaled_dot_product_attention(dtype, feature):
+    Hkv = 2 if feature == "gqa" else 6
+    q, k, v = (torch.randn(2, h, 63, 16, dtype=dtype) for h in (6, Hkv, Hkv))
+    mask, bias = torch.rand(2, 1, 1, 63) < 0.7, torch.randn(2, 6, 63, 63, dtype=dtype)
+    ours, theirs = {
+        "plain": ({}, {}),
+        "causal": (dict(causal=True), dict(is_causal=True)),
+        "scale": (dict(scale=0.2), dict(scale=0.2)),
+        "mask": (dict(mask=mask), dict(attn_mask=mask)),
+        "bias": (dict(bias=bias), dict(attn_mask=bias)),
+        "gqa": ({}, dict(enable_gqa=True)),
+    }[feature]
+    expected = F.scaled_dot_product_attention(q, k, v, **theirs)
+    for backend in ("reference", None):
+        close(attention(q, k, v, backend=backend, **ours), expected)
+
+
+# Properties
+
+
+@st.composite
+def problems(draw, groups=True):
+    """Shapes and random tensors in float64."""
+    size = st.integers(1, 6)
+    B, Hkv, L, S, D, Dv = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(size), draw(size), draw(size), draw(size)
+    H = Hkv * draw(st.integers(1, 3)) if groups else Hkv
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    shapes = (B, H, L, D), (B, Hkv, S, D), (B, Hkv, S, Dv if groups else D)
+    return tuple(torch.randn(s, generator=generator, dtype=f64) for s in shapes), generator
+
+
+def run_on(backend, query, key, value, **options):
+    dtype = backend.dtypes[0]
+    to = lambda x: x.to(backend.device, dtype if x.is_floating_point() else None) if isinstance(x, torch.Tensor) else x  # noqa: E731
+    options = {name: to(x) for name, x in options.items()}
+    return attention(to(query), to(key), to(value), backend=backend.name, **options)
+
+
+positions = st.fixed_dictionaries(
+    dict(
+        causal=st.booleans(),
+        query_offset=st.integers(-8, 8),
+        window=st.none() | st.tuples(st.none() | st.integers(0, 5), st.none() | st.integers(0, 5)),
+    )
+)
+
+
+@every_backend
+@given(data=st.data())
+def test_only_visible_keys_count(backend, data):
+    """A change of a hidden key's value changes no bit; a change of a visible one does. So True = attend."""
+    (q, k, v), generator = data.draw(problems(groups=backend.whole))
+    (B, H, L, _), (Hkv, S) = q.shape, k.shape[1:3]
+    mask = torch.rand(B, H, L, S, generator=generator) < 0.5
+    position = data.draw(positions) if backend.whole else {}
+    b, kv, j = (data.draw(st.integers(0, n - 1)) for n in (B, Hkv, S))
+    poked = v.clone()
+    poked[b, kv, j] += 10.0
+    changed = (run_on(backend, q, k, v, mask=mask, **position) != run_on(backend, q, k, poked, mask=mask, **position)).any(-1)
+    expected = torch.zeros(B, H, L, dtype=torch.bool)
+    for h, i in itertools.product(range(H), range(L)):
+        expected[b, h, i] = h // (H // Hkv) == kv and bool(mask[b, h, i, j]) and sees(i, j, **position)
+    assert torch.equal(changed.cpu(), expected)
+
+
+@whole_backend
+@given(data=st.data())
+def test_causal_offset_and_window_equal_the_explicit_mask(backend, data):
+    (q, k, v), _ = data.draw(problems())
+    position = data.draw(positions)
+    mask = torch.tensor([[sees(i, j, **position) for j in range(k.shape[2])] for i in range(q.shape[2])])
+    for got, expected in zip(
+        run_on(backend, q, k, v, **position, **EXTRAS), run_on(backend, q, k, v, mask=mask, **EXTRAS), strict=True
+    ):
+        close(got, expected)
+
+
+@every_backend
+@given(data=st.data())
+def test_broadcast_equals_the_expanded_tensor(backend, data):
+    (q, k, v), generator = data.draw(problems(groups=backend.whole))
+    full = (*q.shape[:3], k.shape[2])
+    options, expanded = {}, {}
+    for name in ("mask", "bias"):
+        shape = [n if data.draw(st.booleans()) else 1 for n in full][data.draw(st.integers(0, 4)) :]
+        x = torch.randn(shape, generator=generator, dtype=f64)
+        options[name] = x > -0.5 if name == "mask" else x
+        expanded[name] = options[name].expand(full).contiguous()
+    close(run_on(backend, q, k, v, **options), run_on(backend, q, k, v, **expanded))
+
+
+@whole_backend
+@given(data=st.data())
+def test_grouped_query_equals_repeated_heads(backend, data):
+    (q, k, v), _ = data.draw(problems())
+    groups = q.shape[1] // k.shape[1]
+    repeated = run_on(backend, q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), **EXTRAS)
+    for got, expected in zip(run_on(backend, q, k, v, **EXTRAS), repeated, strict=True):
+        close(got, expected)
+
+
+@every_backend
+@given(data=st.data())
+def test_bias_of_minus_infinity_equals_the_mask(backend, data):
+    (q, k, v), generator = data.draw(problems(groups=backend.whole))
+    mask = torch.rand(q.shape[2], k.shape[2], generator=generator) < 0.5
+    extras = EXTRAS if backend.whole else {}
+    got = run_on(backend, q, k, v, bias=torch.zeros(mask.shape, dtype=f64).masked_fill(~mask, -math.inf), **extras)
+    expected = run_on(backend, q, k, v, mask=mask, **extras)
+    for x, y in zip(got, expected, strict=True) if extras else [(got, expected)]:
+        close(x, y)

@@ -1,0 +1,1 @@
+"""Triton kernels; imported as fast_transformer.triton_kernels."""
