@@ -4,7 +4,8 @@
     pytest benchmarks --benchmark-only                      the same variants under pytest-benchmark
 
 Bytes that must move, for rows × N elements of e bytes (a fresh output's page faults and read-for-ownership come on top):
-forward reads x and residual and writes the result: 3 e; a copy reads and writes: 2 e. `share_of_copy` compares the two rates.
+forward reads x and residual and writes the result: 3 e; a copy into fresh memory reads and writes: 2 e. `share_of_copy` is
+the ratio of the two rates, the two taking turns by themselves.
 """
 
 import itertools
@@ -53,13 +54,12 @@ def setup(case, provider):
 
 
 def check(case, variants):
-    """All variants agree where nothing is random; with dropout each normalises its rows."""
-    results = {name: fn() for name, fn in variants.items() if name != "copy"}
+    """Where nothing is random: the output and the gradient of x of every variant are those of PyTorch."""
     if case[2] == 0.0:
+        results = {name: fn()[:2] for name, fn in variants.items()}
         for result in results.values():
             for got, want in zip(result, results["torch"], strict=True):
-                scale = want.abs().max()
-                assert (got - want).abs().max() <= (1e-4 if case[1] == "float32" else 4e-2) * scale
+                assert (got - want).abs().max() <= (1e-5 if case[1] == "float32" else 2e-2) * want.abs().max()
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -71,13 +71,18 @@ def test_speed(benchmark, case, provider):
 def main():
     rows = []
     for case in CASES:
+        torch._dynamo.reset()
         (m, n), dtype, dropout_p, backward = case
-        variants = {provider: setup(case, provider) for provider in (*PROVIDERS, "copy")}
+        variants = {provider: setup(case, provider) for provider in PROVIDERS}
         check(case, variants)
-        times = interleave(variants)
-        ours, best = times["fast_transformer"]["median_ms"], min(times[p]["median_ms"] for p in PROVIDERS[1:])
-        share = 1.5 * times["copy"]["median_ms"] / ours if not backward and not dropout_p else ""
-        ratio = {"over_eager": times["torch"]["median_ms"] / ours, "over_best": best / ours, "share_of_copy": share}
+        times = interleave(variants, seconds=1.0)
+        ours = times["fast_transformer"]["median_ms"]
+        ratio = {"over_eager": times["torch"]["median_ms"] / ours}
+        ratio["over_best"] = min(times[p]["median_ms"] for p in PROVIDERS[1:]) / ours
+        ratio["share_of_copy"] = ""
+        if not backward and not dropout_p:
+            pair = interleave({"ours": variants["fast_transformer"], "copy": setup(case, "copy")}, seconds=1.0)
+            ratio["share_of_copy"] = 3 / 2 * pair["copy"]["median_ms"] / pair["ours"]["median_ms"]
         work = "forward+backward" if backward else "forward"
         print(f"{m}x{n} {dtype:8} p={dropout_p} {work:16} {ours:8.3f} ms", {k: v and round(v, 2) for k, v in ratio.items()})
         for provider, t in times.items():

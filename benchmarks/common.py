@@ -43,11 +43,6 @@ def interleave(
     return result
 
 
-def copy_ms(like: torch.Tensor) -> Callable[[], object]:
-    """A copy of `like` into fresh memory: reads and writes every byte once, as the fused ops write fresh outputs too."""
-    return like.clone
-
-
 def write_csv(name: str, rows: list[dict[str, object]]) -> Path:
     """Replaces results/<name>.csv; every row carries where and with what it was measured."""
     where = {

@@ -54,7 +54,7 @@ def keep_count_is_likely(kept: int, n: int, p_keep: float) -> bool:
 
 
 def drawn_keep_mask(seed: int, shape: tuple[int, ...], dropout_p: float) -> Tensor | None:
-    """What an op called right after torch.manual_seed(seed) multiplies by: 0 or the inverse of the keep probability, float64."""
+    """What an op called right after torch.manual_seed(seed) multiplies by: 0 or 1 / keep probability, in float64."""
     if dropout_p == 0.0:
         return None
     torch.manual_seed(seed)

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "../checks.h"
+#include "allocate.h"
 #include "dispatch.h"
 
 namespace ft {
@@ -36,7 +37,7 @@ void for_chunks(const ActivationArgs& args, Kernel kernel) {
 Tensor activation_dropout(const Tensor& x, const OptionalTensor& bias, const std::string& activation, double dropout_p,
                           const OptionalTensor& seed) {
   const Tensor rows = as_rows(x), b = as_parameter(bias, rows);
-  Tensor out = at::empty(x.sizes(), x.options());
+  Tensor out = empty(x.sizes(), x.options());
   ActivationArgs args = arguments(rows, b, out, activation, dropout_of(dropout_p, seed));
   args.x = const_rows(rows);
   for_chunks(args, kernels().activation_forward[static_cast<int>(dtype_of(x))]);
@@ -48,7 +49,7 @@ std::tuple<Tensor, Tensor> activation_dropout_backward(const Tensor& grad, const
                                                        const OptionalTensor& seed, bool bias_grad) {
   const Tensor grad_rows = as_rows(grad), b = as_parameter(bias, grad_rows);
   const Tensor x_rows = present(x) ? as_rows_like(*x, grad_rows) : Tensor();
-  Tensor grad_x = at::empty(grad.sizes(), grad.options());
+  Tensor grad_x = empty(grad.sizes(), grad.options());
   ActivationArgs args = arguments(grad_rows, b, grad_x, activation, dropout_of(dropout_p, seed));
   TORCH_CHECK_VALUE(x_rows.defined() || args.activation == Activation::none, "the derivative of ", activation, " needs x");
   if (args.activation != Activation::none) args.x = const_rows(x_rows);

@@ -102,41 +102,42 @@ struct ActivationScratch {
   }
 };
 
-// Columns [begin, begin + n) of one row, n <= kChunk.
+// Columns [begin, begin + n) of one row, n <= kChunk. (All in locals, so that the compiler knows that no store changes it.)
 template <typename T, typename Curve>
 inline void forward_run(const ActivationArgs& a, int64_t row, int64_t begin, int64_t n, ActivationScratch<T>& scratch) {
   using C = Compute<T>;
   const T* x = row_of<T>(a.x, row) + begin;
   T* out = (T*)a.out + row * a.n + begin;
   const C* bias = scratch.bias ? scratch.bias + begin : nullptr;
-  if (a.dropout.on()) scratch.keep.draw(a.dropout, row, begin, n);
-  for_columns<C>(n, [&](int64_t col, auto lanes) {
+  const uint32_t* keep = scratch.keep.draw(a.dropout, row, begin, n);
+  const C scale = (C)a.dropout.scale;
+  for_columns<C>(n, [=](int64_t col, auto lanes) {
     Vec<C> v = lanes.load(x + col);
     if (bias) v += load(bias + col);
-    v = Curve::template value<C>(v);
-    if (a.dropout.on()) v = select<C>(scratch.keep.template at<C>(col), v * (C)a.dropout.scale);
-    lanes.store(out + col, v);
+    lanes.store(out + col, drop<C>(keep, col, scale, Curve::template value<C>(v)));
   });
 }
 
-// The gradient of x in the same columns, added to grad_bias (n) too unless that is null.
+// The gradient of x in the same columns, added to grad_bias (n) too unless that is null. x is null without an activation.
 template <typename T, typename Curve>
 inline void backward_run(const ActivationArgs& a, int64_t row, int64_t begin, int64_t n, ActivationScratch<T>& scratch,
                          Compute<T>* grad_bias) {
   using C = Compute<T>;
-  const T *x = row_of<T>(a.x, row), *grad = row_of<T>(a.grad, row) + begin;
-  T* out = (T*)a.out + row * a.n + begin;
-  if (a.dropout.on()) scratch.keep.draw(a.dropout, row, begin, n);
-  for_columns<C>(n, [&](int64_t col, auto lanes) {
-    Vec<C> d = lanes.load(grad + col);
-    if (a.dropout.on()) d = select<C>(scratch.keep.template at<C>(col), d * (C)a.dropout.scale);
-    if (x) {  // null only without an activation
-      Vec<C> v = lanes.load(x + begin + col);
-      if (scratch.bias) v += load(scratch.bias + begin + col);
+  const T *x = row_of<T>(a.x, row), *grad = row_of<T>(a.grad, row);
+  T* out = (T*)a.out + row * a.n;
+  const C* bias = scratch.bias;
+  const uint32_t* keep = scratch.keep.draw(a.dropout, row, begin, n);
+  const C scale = (C)a.dropout.scale;
+  for_columns<C>(n, [=](int64_t run_col, auto lanes) {
+    const int64_t col = begin + run_col;
+    Vec<C> d = drop<C>(keep, run_col, scale, lanes.load(grad + col));
+    if (x) {
+      Vec<C> v = lanes.load(x + col);
+      if (bias) v += load(bias + col);
       d *= Curve::template slope<C>(v);
     }
     lanes.store(out + col, d);
-    if (grad_bias) store(grad_bias + begin + col, load(grad_bias + begin + col) + d);
+    if (grad_bias) store(grad_bias + col, load(grad_bias + col) + d);
   });
 }
 

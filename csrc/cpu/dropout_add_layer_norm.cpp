@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "../checks.h"
+#include "allocate.h"
 #include "dispatch.h"
 
 namespace ft {
@@ -20,8 +21,8 @@ std::tuple<Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& x, const
   TORCH_CHECK_VALUE(n >= 1, "x must have a last dimension of size >= 1");
   const Tensor residual_rows = present(residual) ? as_rows_like(*residual, x_rows) : Tensor();
   const Tensor w = as_parameter(weight, x_rows), b = as_parameter(bias, x_rows);
-  Tensor out = at::empty(x.sizes(), x.options());
-  Tensor sum = at::empty(prenorm ? x.sizes() : at::IntArrayRef({0}), x.options());
+  Tensor out = empty(x.sizes(), x.options());
+  Tensor sum = empty(prenorm ? x.sizes() : at::IntArrayRef({0}), x.options());
   Tensor stats = at::empty({rows, 2}, x.options().dtype(compute_type(x)));
 
   LayerNormForward args;
@@ -58,8 +59,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(const
   const RowBlocks blocks(rows);
   const Dropout dropout = dropout_of(dropout_p, seed);
   const auto wide = x.options().dtype(compute_type(x));
-  Tensor grad_total = at::empty(x.sizes(), x.options());
-  Tensor grad_x = at::empty(dropout.on() ? x.sizes() : at::IntArrayRef({0}), x.options());
+  Tensor grad_total = empty(x.sizes(), x.options());
+  Tensor grad_x = empty(dropout.on() ? x.sizes() : at::IntArrayRef({0}), x.options());
   Tensor partials = at::empty({parameter_grads ? blocks.count : 0, 2, n}, wide);
   Tensor grad_parameters = at::empty({parameter_grads ? 2 : 0, n}, wide);
 

@@ -26,31 +26,47 @@ inline void sum_columns(int64_t n, double (&totals)[K], Body body) {
   }
 }
 
-// One vector of residual + dropout(x); residual may be null.
-template <typename T, typename Lanes, typename C = Compute<T>>
-inline Vec<C> residual_plus_dropped(const T* x, const T* residual, int64_t col, Lanes lanes, const Dropout& dropout,
-                                    const KeepBits& keep) {
-  Vec<C> v = lanes.load(x + col);
-  if (dropout.on()) v = select<C>(keep.at<C>(col), v * (C)dropout.scale);
-  if (residual) v += lanes.load(residual + col);
-  return v;
+// A row of residual + dropout(x). Copied into locals, so that the compiler knows that no store changes it.
+template <typename T>
+struct SumRow {
+  using C = Compute<T>;
+  const T *x, *residual;  // residual may be null
+  const uint32_t* keep;   // may be null
+  C scale;
+
+  template <typename Lanes>
+  Vec<C> at(int64_t col, Lanes lanes) const {
+    Vec<C> v = drop<C>(keep, col, scale, lanes.load(x + col));
+    if (residual) v += lanes.load(residual + col);
+    return v;
+  }
+};
+
+// Asks for the same columns of the next row while this one is worked on in the cache, so that memory is never idle.
+// (Past the last row it asks for what it will not use, which is allowed.)
+template <typename T>
+inline void prefetch_next(const T* row, int64_t stride, int64_t col) {
+  if (row) __builtin_prefetch(row + stride + col);
 }
 
 template <typename T>
 void layer_norm_forward(const LayerNormForward& a, int64_t begin_row, int64_t end_row) {
   using C = Compute<T>;
   const int64_t n = a.n;
-  Buffer<C> weight(n), bias(n), total(n);
+  Buffer<C> weight_values(n), bias_values(n), total_values(n);
   KeepBits keep(n);
-  read_parameter<T>(a.weight, n, 1, weight);
-  read_parameter<T>(a.bias, n, 0, bias);
+  read_parameter<T>(a.weight, n, 1, weight_values);
+  read_parameter<T>(a.bias, n, 0, bias_values);
+  const C *weight = weight_values, *bias = bias_values;
+  C *total = total_values, *stats = (C*)a.stats;
+  const int64_t x_stride = a.x.stride, residual_stride = a.residual.stride;
   for (int64_t row = begin_row; row < end_row; ++row) {
-    const T *x = row_of<T>(a.x, row), *residual = row_of<T>(a.residual, row);
-    T* sum_out = a.sum ? (T*)a.sum + row * n : nullptr;
-    if (a.dropout.on()) keep.draw(a.dropout, row, 0, n);
-    double sum_total[1], squares[1];
-    sum_columns<C>(n, sum_total, [&](int64_t col, auto lanes, auto& partial) {
-      Vec<C> v = residual_plus_dropped(x, residual, col, lanes, a.dropout, keep);
+    const SumRow<T> sum_row = {row_of<T>(a.x, row), row_of<T>(a.residual, row), keep.draw(a.dropout, row, 0, n),
+                               (C)a.dropout.scale};
+    T *out = (T*)a.out + row * n, *sum_out = a.sum ? (T*)a.sum + row * n : nullptr;
+    double sums[1], squares[1];
+    sum_columns<C>(n, sums, [=](int64_t col, auto lanes, auto& partial) {
+      Vec<C> v = sum_row.at(col, lanes);
       if (sum_out) {
         lanes.store(sum_out + col, v);
         v = lanes.load(sum_out + col);  // rounded, as backward will find it
@@ -58,18 +74,19 @@ void layer_norm_forward(const LayerNormForward& a, int64_t begin_row, int64_t en
       store(total + col, v);
       partial[0] += lanes.template clip<C>(v);
     });
-    const C mean = (C)(sum_total[0] / n);
-    sum_columns<C>(n, squares, [&](int64_t col, auto lanes, auto& partial) {
+    const C mean = (C)(sums[0] / n);
+    sum_columns<C>(n, squares, [=](int64_t col, auto lanes, auto& partial) {
+      prefetch_next(sum_row.x, x_stride, col);
+      prefetch_next(sum_row.residual, residual_stride, col);
       const Vec<C> centred = lanes.template clip<C>(load(total + col) - mean);
       partial[0] += centred * centred;
     });
     const C rstd = (C)(1 / sqrt(squares[0] / n + a.eps));
-    T* out = (T*)a.out + row * n;
-    for_columns<C>(n, [&](int64_t col, auto lanes) {
+    for_columns<C>(n, [=](int64_t col, auto lanes) {
       lanes.store(out + col, (load(total + col) - mean) * rstd * load(weight + col) + load(bias + col));
     });
-    ((C*)a.stats)[2 * row] = mean;
-    ((C*)a.stats)[2 * row + 1] = rstd;
+    stats[2 * row] = mean;
+    stats[2 * row + 1] = rstd;
   }
 }
 
@@ -77,20 +94,22 @@ template <typename T>
 void layer_norm_backward(const LayerNormBackward& a, const RowBlocks& blocks, int64_t block) {
   using C = Compute<T>;
   const int64_t n = a.n;
-  Buffer<C> weight(n), xhat(n), g(n), grad_weight(n), grad_bias(n);
+  Buffer<C> weight_values(n), xhat_values(n), g_values(n), grad_weight_values(n), grad_bias_values(n);
   KeepBits keep(n);
-  read_parameter<T>(a.weight, n, 1, weight);
-  read_parameter<T>({}, n, 0, grad_weight);
-  read_parameter<T>({}, n, 0, grad_bias);
-  const Dropout dropout_in_sum = a.x_is_sum ? Dropout() : a.dropout;
+  read_parameter<T>(a.weight, n, 1, weight_values);
+  read_parameter<T>({}, n, 0, grad_weight_values);
+  read_parameter<T>({}, n, 0, grad_bias_values);
+  const C *weight = weight_values, *stats = (const C*)a.stats;
+  C *xhat = xhat_values, *g = g_values, *grad_weight = grad_weight_values, *grad_bias = grad_bias_values;
+  const C scale = (C)a.dropout.scale;
   for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) {
-    const T *x = row_of<T>(a.x, row), *residual = row_of<T>(a.residual, row);
+    const uint32_t* kept = keep.draw(a.dropout, row, 0, n);
+    const SumRow<T> sum_row = {row_of<T>(a.x, row), row_of<T>(a.residual, row), a.x_is_sum ? nullptr : kept, scale};
     const T *grad_out = row_of<T>(a.grad_out, row), *grad_sum = row_of<T>(a.grad_sum, row);
-    const C mean = ((const C*)a.stats)[2 * row], rstd = ((const C*)a.stats)[2 * row + 1];
-    if (a.dropout.on()) keep.draw(a.dropout, row, 0, n);
+    const C mean = stats[2 * row], rstd = stats[2 * row + 1];
     double sums[2];  // of g and of g xhat
-    sum_columns<C>(n, sums, [&](int64_t col, auto lanes, auto& partial) {
-      const Vec<C> xh = (residual_plus_dropped(x, residual, col, lanes, dropout_in_sum, keep) - mean) * rstd;
+    sum_columns<C>(n, sums, [=](int64_t col, auto lanes, auto& partial) {
+      const Vec<C> xh = (sum_row.at(col, lanes) - mean) * rstd;
       const Vec<C> grad = lanes.load(grad_out + col), weighted = grad * load(weight + col);
       store(xhat + col, xh);
       store(g + col, weighted);
@@ -100,13 +119,12 @@ void layer_norm_backward(const LayerNormBackward& a, const RowBlocks& blocks, in
       partial[1] += weighted * xh;
     });
     const C mean_g = (C)(sums[0] / n), mean_gx = (C)(sums[1] / n);
-    T* grad_total = (T*)a.grad_total + row * n;
-    T* grad_x = a.grad_x ? (T*)a.grad_x + row * n : nullptr;
-    for_columns<C>(n, [&](int64_t col, auto lanes) {
+    T *grad_total = (T*)a.grad_total + row * n, *grad_x = a.grad_x ? (T*)a.grad_x + row * n : nullptr;
+    for_columns<C>(n, [=](int64_t col, auto lanes) {
       Vec<C> d = rstd * (load(g + col) - mean_g - load(xhat + col) * mean_gx);
       if (grad_sum) d += lanes.load(grad_sum + col);
       lanes.store(grad_total + col, d);
-      if (grad_x) lanes.store(grad_x + col, select<C>(keep.at<C>(col), d * (C)a.dropout.scale));
+      if (grad_x) lanes.store(grad_x + col, drop<C>(kept, col, scale, d));
     });
   }
   if (a.grad_partials) {

@@ -70,7 +70,7 @@ class _Branches:
     def _ff_branch(self, x):
         h = self.linear1(x)
         name, dropout_p = fused_activation(self.activation), fused_dropout(self.dropout)
-        if name is not None and dropout_p is not None:
+        if name is not None and dropout_p:  # without dropout there is nothing to fuse
             h = functional.activation_dropout(h, None, name, dropout_p=dropout_p)
         else:
             h = self.dropout(self.activation(h))
