@@ -1,4 +1,4 @@
-# make setup · make demo · make test · make bench · make lint; each does everything it needs, on a fresh machine too.
+# make setup · make demo · make test · make bench · make sanitize · make lint; each does everything it needs, on a fresh machine too.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(CURDIR)/$(VENV)/bin
@@ -29,9 +29,16 @@ test: setup
 bench: setup
 	cd benchmarks && for file in bench_*.py; do $(RUN)/python $$file || exit 1; done
 
+# The kernels alone, without torch, under AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize:
+	mkdir -p build
+	$(CXX) -std=c++20 -O1 -g -fno-tree-slp-vectorize -ffp-contract=fast -fsanitize=address,undefined \
+	    -fno-sanitize-recover=undefined -w tests/sanitize.cpp csrc/cpu/levels/*.cpp -o build/sanitize
+	build/sanitize
+
 lint: $(VENV)/.installed
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
-	$(RUN)/clang-format --dry-run -Werror $(CPP)
+	$(RUN)/clang-format --dry-run -Werror $(CPP) tests/*.cpp
 
-.PHONY: setup demo test bench lint
+.PHONY: setup demo test bench sanitize lint

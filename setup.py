@@ -7,7 +7,9 @@ FORCE_CPU=1 leaves CUDA out, FORCE_CUDA=1 insists on it; MAX_JOBS limits the par
 """
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from glob import glob
 
@@ -44,6 +46,23 @@ def decide_cuda(torch_cuda: str | None, nvcc: str | None, force_cpu: bool, force
     return missing is None, missing or f"torch has CUDA {torch_cuda} and nvcc is {nvcc}"
 
 
+def cuda_archs(torch) -> str:
+    """TORCH_CUDA_ARCH_LIST if it is set, else the visible GPUs' architectures, else Ampere to Blackwell."""
+    if "TORCH_CUDA_ARCH_LIST" in os.environ:
+        return os.environ["TORCH_CUDA_ARCH_LIST"]
+    visible = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    return ";".join(f"{major}.{minor}" for major, minor in sorted(visible)) or "8.0;9.0;10.0;12.0"
+
+
+def cuda_home(nvcc: str) -> str:
+    """The toolkit's folder, from nvcc itself: the nvcc on the PATH may be a script or a link that stands somewhere else."""
+    steps = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"TOP=(.*)", steps)
+    if top is None:
+        raise SystemExit(f"{nvcc} does not say where its CUDA toolkit is; set CUDA_HOME, or leave CUDA out with FORCE_CPU=1")
+    return os.path.realpath(top[1].strip())
+
+
 def extension():
     """The extension module and the command that builds it."""
     try:
@@ -67,7 +86,10 @@ def extension():
     kind, compile_args = cpp_extension.CppExtension, {"cxx": flags + openmp}
     if cuda:
         kind = cpp_extension.CUDAExtension
+        cpp_extension.CUDA_HOME = os.environ.get("CUDA_HOME") or cuda_home(nvcc)
         sources += glob("csrc/cuda/*.cu")
+        archs = os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_archs(torch)
+        compile_args["cxx"].append(f'-DFT_CUDA_ARCHS="{archs}"')
         compile_args["nvcc"] = ["-O3"]
     module = kind(
         "fast_transformer._C",
