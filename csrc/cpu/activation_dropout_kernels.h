@@ -176,7 +176,7 @@ void activation_backward_block(const ActivationArgs& a, const RowBlocks& blocks,
   using C = Compute<T>;
   ActivationScratch<T> scratch(a);
   Buffer<C> grad_bias(a.n);
-  read_parameter<T>({}, a.n, 0, grad_bias);
+  memset(grad_bias, 0, a.n * sizeof(C));
   const int64_t per_row = chunks_per_row(a.n);
   with_curve(a.activation, [&](auto curve) {
     for_chunks(a, blocks.begin(block) * per_row, blocks.end(block) * per_row, [&](int64_t row, int64_t begin, int64_t n) {

@@ -2,8 +2,8 @@
 //
 // Forward reads x and residual once and writes the result (and the sum, if asked for) once; between the passes over a row
 // (mean, variance, result) the sum waits in a float32 buffer that stays in the first-level cache. A sum that is also returned
-// (prenorm) is normalised as returned, that is rounded. Backward reads grad_out, x
-// and residual once and builds the sum again from the seed, so that forward keeps nothing but two numbers a row:
+// (prenorm) is normalised as returned, that is rounded. Backward reads grad_out, x and residual once and builds the sum again
+// from the seed, so that forward keeps nothing but two numbers a row:
 //     xhat = (sum - mean) rstd,   g = grad_out weight,
 //     d sum = rstd (g - mean(g) - xhat mean(g xhat)),   d weight = sum over rows of grad_out xhat,   d bias = that of grad_out.
 #pragma once
@@ -97,8 +97,8 @@ void layer_norm_backward(const LayerNormBackward& a, const RowBlocks& blocks, in
   Buffer<C> weight_values(n), xhat_values(n), g_values(n), grad_weight_values(n), grad_bias_values(n);
   KeepBits keep(n);
   read_parameter<T>(a.weight, n, 1, weight_values);
-  read_parameter<T>({}, n, 0, grad_weight_values);
-  read_parameter<T>({}, n, 0, grad_bias_values);
+  memset(grad_weight_values, 0, n * sizeof(C));
+  memset(grad_bias_values, 0, n * sizeof(C));
   const C *weight = weight_values, *stats = (const C*)a.stats;
   C *xhat = xhat_values, *g = g_values, *grad_weight = grad_weight_values, *grad_bias = grad_bias_values;
   const C scale = (C)a.dropout.scale;

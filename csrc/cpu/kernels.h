@@ -78,7 +78,6 @@ inline int64_t chunks_per_row(int64_t n) { return (n + kChunk - 1) / kChunk; }
 
 struct Kernels {
   const char* name;
-  int vector_bits;
   void (*layer_norm_forward[kDTypes])(const LayerNormForward&, int64_t begin_row, int64_t end_row);
   void (*layer_norm_backward[kDTypes])(const LayerNormBackward&, const RowBlocks&, int64_t block);
   void (*activation_forward[kDTypes])(const ActivationArgs&, int64_t begin_chunk, int64_t end_chunk);

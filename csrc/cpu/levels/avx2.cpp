@@ -1,3 +1,4 @@
+// 256-bit vectors: AVX2 with fused multiply-add and half-precision conversions.
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)

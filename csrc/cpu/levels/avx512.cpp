@@ -1,3 +1,4 @@
+// 512-bit vectors: AVX-512 F, BW, VL and DQ.
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), apply_to = function)

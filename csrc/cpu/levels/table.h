@@ -14,7 +14,6 @@ using namespace FT_LEVEL;
 
 extern const Kernels FT_TABLE(FT_LEVEL) = {
     FT_NAME(FT_LEVEL),
-    8 * kVectorBytes,
     FT_EACH_DTYPE(layer_norm_forward),
     FT_EACH_DTYPE(layer_norm_backward),
     FT_EACH_DTYPE(activation_forward),
