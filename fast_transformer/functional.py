@@ -5,6 +5,7 @@ reason wins. `backend="..."` forces a path and raises its reason. `backends()` p
 """
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.autograd import forward_ad
 
 from . import ops, reference
 
+_MAX_LENGTH = 2**62  # positions and their differences fit into 64 bits
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -25,26 +27,52 @@ def _check_dense(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
 
 
-def _check_tensor(name: str, x: object, *, like: Tensor | None = None) -> None:
+def check_tensor(name: str, x: object, *, like: Tensor | None = None, nested: bool = False) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
-    _check_dense(name, x)
+    if not (nested and x.is_nested):
+        _check_dense(name, x)
     if like is not None and x.device != like.device:
         raise ValueError(f"{name} must be on {like.device} like the first argument, got {x.device}")
 
 
 def _check_vector(name: str, x: Tensor | None, n: int, like: Tensor) -> None:
     if x is not None:
-        _check_tensor(name, x, like=like)
+        check_tensor(name, x, like=like)
         if x.shape != (n,):
             raise ValueError(f"{name} must have shape ({n},), the last size of x, got {tuple(x.shape)}")
 
 
-def _check_probability(name: str, p: float) -> None:
-    if not isinstance(p, (int, float)) or not 0.0 <= p < 1.0:
-        raise ValueError(f"{name} must be a number in [0, 1), got {p!r}")
+def _check_number(name: str, value: object, expected: str, low: float, high: float, *, open_low: bool = False) -> float:
+    """value as a Python float if it is a real number in [low, high), or with `open_low` in (low, high)."""
+    if not isinstance(value, numbers.Real) or not low <= value < high or (open_low and value == low):
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+    if isinstance(value, float):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be {expected}, got an integer past the range of float64") from None
+
+
+def check_probability(name: str, p: float) -> float:
+    return _check_number(name, p, "a number in [0, 1)", 0, 1)
+
+
+def check_softcap(softcap: float | None) -> float | None:
+    return None if softcap is None else _check_number("softcap", softcap, "a finite number > 0", 0, math.inf, open_low=True)
+
+
+def check_window(window: tuple[int | None, int | None] | None) -> None:
+    if window is None:
+        return
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window must be a pair (left, right), got {window!r}")
+    for side in window:
+        if side is not None and (not isinstance(side, int) or not 0 <= side < _MAX_LENGTH):
+            raise ValueError(f"window must hold two integers in [0, 2**62) (or None for no limit), got {tuple(window)}")
 
 
 def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -52,12 +80,10 @@ def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must broadcast to (B, H, L, S) = {shape}, got {tuple(x.shape)}")
 
 
-def _check_attention(
-    query, key, value, mask, bias, causal, query_offset, window, scale, softcap, dropout_p, return_weights
-) -> None:
-    _check_tensor("query", query)
+def _check_attention(query, key, value, mask, bias, causal, query_offset, window, return_weights) -> None:
+    check_tensor("query", query)
     for name, x in (("query", query), ("key", key), ("value", value)):
-        _check_tensor(name, x, like=query)
+        check_tensor(name, x, like=query)
         if x.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, heads, length, head_dim), got shape {tuple(x.shape)}")
     if not query.dtype == key.dtype == value.dtype:
@@ -83,23 +109,15 @@ def _check_attention(
             raise ValueError(f"mask must be on {query.device} like query, got {mask.device}")
         _check_broadcast("mask", mask, (B, H, L, S))
     if bias is not None:
-        _check_tensor("bias", bias, like=query)
+        check_tensor("bias", bias, like=query)
         _check_broadcast("bias", bias, (B, H, L, S))
     if not isinstance(causal, (bool, torch.SymBool)):
         raise TypeError(f"causal must be True or False, got {type(causal).__name__}; a tensor goes into mask=")
     if not isinstance(query_offset, (int, torch.SymInt)) or isinstance(query_offset, bool):
         raise TypeError(f"query_offset must be an int, got {query_offset!r}")
-    if window is not None:
-        if not isinstance(window, (tuple, list)) or len(window) != 2:
-            raise TypeError(f"window must be a pair (left, right), got {window!r}")
-        for side in window:
-            if side is not None and (not isinstance(side, int) or side < 0):
-                raise ValueError(f"window must hold two integers >= 0 (or None for no limit), got {tuple(window)}")
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
-        raise ValueError(f"scale must be a finite number, got {scale!r}")
-    if softcap is not None and not (isinstance(softcap, (int, float)) and 0 < softcap < math.inf):
-        raise ValueError(f"softcap must be a finite number > 0, got {softcap!r}")
-    _check_probability("dropout_p", dropout_p)
+    if not -_MAX_LENGTH < query_offset < _MAX_LENGTH:
+        raise ValueError(f"query_offset must be in (-2**62, 2**62), got {query_offset}")
+    check_window(window)
     if return_weights not in (None, "mean", "per_head"):
         raise ValueError(f'return_weights must be None, "mean" or "per_head", got {return_weights!r}')
 
@@ -121,13 +139,27 @@ def _check_backend(backend: str | None, *known: str) -> None:
 
 def _transform_active(*tensors: Tensor | None) -> str | None:
     """Why no kernel may see these tensors: they carry what only plain PyTorch operations can follow."""
-    if torch.compiler.is_compiling():
-        return None  # the compiler sees through its own transforms
-    if torch._C._functorch.maybe_current_level() is not None:
+    if _inside_transform():
         return "inside a torch.func transform (vmap, jvp, jacrev, ...)"
-    if forward_ad._current_level >= 0 and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        return "forward-mode differentiation"
+    if _forward_mode():
+        if torch.compiler.is_compiling():
+            return "forward-mode differentiation while compiling"
+        if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            return "forward-mode differentiation"
     return None
+
+
+def _inside_transform() -> bool:
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def _forward_mode() -> bool:
+    return forward_ad._current_level >= 0
+
+
+# torch.compile asks these two while it traces, when the transforms that it traces through are in force, and keeps the answer:
+# what torch.compiler.assume_constant_result does, without its import of the whole compiler.
+_inside_transform._dynamo_marked_constant = _forward_mode._dynamo_marked_constant = True
 
 
 def _why_not_cpu(x: Tensor, *others: Tensor | None) -> str | None:
@@ -140,7 +172,7 @@ def _why_not_cpu(x: Tensor, *others: Tensor | None) -> str | None:
     return _transform_active(x, *others)
 
 
-def _why_not_sdpa(query, key, value, bias, causal, query_offset, window, softcap, dropout_p, extras) -> str | None:
+def _why_not_sdpa(query, key, value, bias, causal, query_offset, window, scale, softcap, dropout_p, extras) -> str | None:
     if query.device.type != "cpu":
         return f"the tensors are on {query.device}"
     if query.dtype not in _KERNEL_DTYPES:
@@ -155,6 +187,8 @@ def _why_not_sdpa(query, key, value, bias, causal, query_offset, window, softcap
         return "window, softcap or a causal mask with an offset"
     if causal and bias is not None:
         return "a causal mask and a bias together"
+    if causal and scale <= 0:
+        return "a causal mask and a scale that is not positive"
     if dropout_p > 0.0:
         return "dropout of the weights"
     if extras:
@@ -243,15 +277,18 @@ def attention(
         ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
     """
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
-    _check_attention(query, key, value, mask, bias, causal, query_offset, window, scale, softcap, dropout_p, return_weights)
-    _check_backend(backend, "sdpa", "reference")
+    _check_attention(query, key, value, mask, bias, causal, query_offset, window, return_weights)
     if scale is None:
         scale = query.shape[3] ** -0.5
+    scale = _check_number("scale", scale, "a finite number", -math.inf, math.inf, open_low=True)
+    softcap = check_softcap(softcap)
+    dropout_p = check_probability("dropout_p", dropout_p)
+    _check_backend(backend, "sdpa", "reference")
     extras = return_weights is not None or return_lse
     if _use(
         "sdpa",
         backend,
-        _why_not_sdpa(query, key, value, bias, causal, query_offset, window, softcap, dropout_p, extras),
+        _why_not_sdpa(query, key, value, bias, causal, query_offset, window, scale, softcap, dropout_p, extras),
     ):
         return ops.sdpa.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale)
     return reference.attention(
@@ -269,6 +306,7 @@ def attention(
         seed=_draw_seed(dropout_p, query.device),
         return_weights=return_weights,
         return_lse=return_lse,
+        drop=ops.dropout if backend is None and _why_not_cpu(query, key, value, bias) is None else reference.dropout,
     )
 
 
@@ -303,11 +341,11 @@ def dropout_add_layer_norm(
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
     """
-    _check_tensor("x", x)
+    check_tensor("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x must have a last dimension of size >= 1 to normalise, got shape {tuple(x.shape)}")
     if residual is not None:
-        _check_tensor("residual", residual, like=x)
+        check_tensor("residual", residual, like=x)
         if residual.shape != x.shape:
             raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
         if residual.dtype != x.dtype:
@@ -315,9 +353,8 @@ def dropout_add_layer_norm(
             x, residual = x.to(dtype), residual.to(dtype)
     _check_vector("weight", weight, x.shape[-1], like=x)
     _check_vector("bias", bias, x.shape[-1], like=x)
-    if not (isinstance(eps, (int, float)) and 0 <= eps < math.inf):
-        raise ValueError(f"eps must be a finite number >= 0, got {eps!r}")
-    _check_probability("dropout_p", dropout_p)
+    eps = _check_number("eps", eps, "a finite number >= 0", 0, math.inf)
+    dropout_p = check_probability("dropout_p", dropout_p)
     _check_backend(backend, "cpu", "reference")
     seed = _draw_seed(dropout_p, x.device)
     if _use("cpu", backend, _why_not_cpu(x, residual, weight, bias)):
@@ -350,7 +387,7 @@ def activation_dropout(
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
     """
-    _check_tensor("x", x)
+    check_tensor("x", x)
     if x.dim() == 0:
         if bias is not None:
             raise ValueError("bias needs an x with at least one dimension, got a 0-dim x")
@@ -358,7 +395,7 @@ def activation_dropout(
     _check_vector("bias", bias, x.shape[-1], like=x)
     if not isinstance(activation, str) or activation not in reference.ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(map(repr, reference.ACTIVATIONS))}, got {activation!r}")
-    _check_probability("dropout_p", dropout_p)
+    dropout_p = check_probability("dropout_p", dropout_p)
     _check_backend(backend, "cpu", "reference")
     seed = _draw_seed(dropout_p, x.device)
     if _use("cpu", backend, _why_not_cpu(x, bias)):

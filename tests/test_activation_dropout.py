@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -188,3 +189,55 @@ def test_transforms_go_to_the_reference():
     torch.testing.assert_close(torch.vmap(lambda x: functional.activation_dropout(x, None, "gelu"))(x), F.gelu(x))
     hessian = torch.func.hessian(lambda x: functional.activation_dropout(x, None, "silu").sum())(torch.randn(4))
     assert hessian.count_nonzero() == 4
+
+
+def test_tensor_hooks_fire_once_when_the_gradient_is_recorded():
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    grads = []
+    for create_graph in (False, True):
+        h = x * 1.5
+        h.register_hook(lambda g: g * 2)
+        out = functional.activation_dropout(h, None, "gelu")
+        out = out + functional.dropout_add_layer_norm(h, None, None, None)
+        out = out + functional.attention(*[h[None, None]] * 3)[0, 0]
+        grads.append(torch.autograd.grad(out.square().sum(), x, create_graph=create_graph)[0])
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_transforms_inside_torch_compile(compiler):
+    torch._dynamo.reset()
+    x, weight = torch.randn(3, 8), torch.rand(8)
+
+    def op(x):
+        return functional.activation_dropout(functional.dropout_add_layer_norm(x, x, weight, None), None, "gelu")
+
+    def tangent(x):
+        return torch.func.jvp(op, (x,), (x.cos(),))[1]
+
+    def gradient(x):
+        return torch.func.grad(lambda x: op(x).square().sum())(x)
+
+    for f in (tangent, gradient):
+        torch.testing.assert_close(torch.compile(f, backend=compiler, fullgraph=True)(x), f(x))
+        assert f(x).abs().max() > 1e-3
+
+
+def test_relu_drops_the_gradient_of_what_it_hides():
+    x = torch.tensor([-1.0, 0.0, 1.0, torch.nan], requires_grad=True)
+    grad = torch.tensor([torch.inf, torch.nan, torch.inf, 2.0])
+    for op in (F.relu, lambda x: functional.activation_dropout(x, None, "relu", backend="cpu")):
+        assert torch.autograd.grad(op(x), x, grad)[0].tolist() == [0.0, 0.0, torch.inf, 2.0]
+
+
+def test_ops_refuse_two_devices():
+    x, elsewhere = torch.randn(3, 5), torch.ones(5, device="meta")
+    op = torch.ops.fast_transformer
+    with pytest.raises(ValueError, match="one device, got cpu, meta"):
+        op.activation_dropout(x, elsewhere, "relu", 0.0, None)
+    with pytest.raises(ValueError, match="one device, got cpu, meta"):
+        op.dropout_add_layer_norm(x, None, elsewhere, None, 1e-5, 0.0, None, False)
+
+
+def test_numpy_numbers_are_numbers():
+    assert functional.dropout(torch.ones(100), np.float32(0.5)).unique().tolist() == [0.0, 2.0]

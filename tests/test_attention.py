@@ -859,3 +859,32 @@ def test_bias_of_minus_infinity_equals_the_mask(backend, data):
     expected = run_on(backend, q, k, v, mask=mask, **extras)
     for x, y in zip(got, expected, strict=True) if extras else [(got, expected)]:
         close(x, y)
+
+
+def test_related_inputs_have_the_same_gradient_when_it_is_recorded():
+    """Self-attention on one tensor: the recorded gradient must not run through the other roles of that tensor a second time."""
+    x = torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True)
+    for loss in (
+        lambda: functional.attention(x, x, x).square().sum(),
+        lambda: functional.attention(x, 2 * x, x.sin(), causal=True).square().sum(),
+    ):
+        (plain,), (recorded,) = torch.autograd.grad(loss(), x), torch.autograd.grad(loss(), x, create_graph=True)
+        torch.testing.assert_close(recorded, plain)
+    assert torch.autograd.gradgradcheck(lambda x: functional.attention(x, x, x), x)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_causal_with_a_scale_that_is_not_positive(scale):
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    torch.testing.assert_close(
+        functional.attention(q, k, v, causal=True, scale=scale), functional.attention(q, k, v, mask=mask, scale=scale)
+    )
+
+
+def test_masks_under_another_default_device():
+    q = torch.randn(1, 2, 6, 8)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    want = functional.attention(q, q, q, mask=mask)
+    with torch.device("meta"):
+        assert torch.equal(functional.attention(q, q, q, mask=mask), want)

@@ -282,8 +282,8 @@ def test_wholly_padded_samples_stay_finite(training, pad):
         (ValueError, "d_model must be divisible by nhead, got 10 and 3", lambda: ft.TransformerEncoderLayer(10, 3)),
         (ValueError, "nhead must be at least 1, got 0", lambda: ft.TransformerDecoderLayer(8, 0)),
         (ValueError, "d_model must be at least 1, got -4", lambda: ft.Transformer(-4, 2)),
-        (ValueError, r"dropout must be in \[0, 1\), got 1.5", lambda: ft.TransformerEncoderLayer(8, 2, dropout=1.5)),
-        (ValueError, r"dropout must be in \[0, 1\), got -1", lambda: ft.Transformer(8, 2, dropout=-1)),
+        (ValueError, r"dropout must be a number in \[0, 1\), got 1.5", lambda: ft.TransformerEncoderLayer(8, 2, dropout=1.5)),
+        (ValueError, r"dropout must be a number in \[0, 1\), got -1", lambda: ft.Transformer(8, 2, dropout=-1)),
         (
             ValueError,
             r"attn_mask must .*got \(3, 1\)",
@@ -781,3 +781,88 @@ def test_slow_path_is_what_the_oracle_takes():
     (x,), pad = make_inputs("encoder"), padding([4, 1, 2], L)
     with torch.no_grad(), slow_path():
         torch.testing.assert_close(ours.eval()(x, None, pad), stock.eval()(x, None, pad), **CLOSE)
+
+
+class Wrapped(torch.nn.Module):
+    """Any module around another one, its attributes out of sight."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def test_wrapped_attention_and_layers_take_is_causal():
+    layer = randomise(ft.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
+    x = torch.randn(2, 5, 8)
+    want = layer(x, is_causal=True)
+    wrapped = copy.deepcopy(layer)
+    wrapped.self_attn = Wrapped(wrapped.self_attn)
+    torch.testing.assert_close(wrapped(x, is_causal=True), want)
+    stack = ft.TransformerEncoder(layer, 1)
+    stack.layers[0] = Wrapped(layer)
+    torch.testing.assert_close(stack(x, is_causal=True), want)
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (1, 1, 8)], ids=str)
+def test_a_branch_that_only_broadcasts(shape):
+    class Constant(torch.nn.Module):
+        def forward(self, _):
+            return torch.ones(shape)
+
+    x, results = torch.randn(2, 5, 8), []
+    for module in pair("TransformerEncoderLayer", 8, 2, 16, dropout=0.0, batch_first=True):
+        module.linear2 = Constant()
+        results.append(module(x.double()))
+    torch.testing.assert_close(*results, **CLOSE)
+
+
+def test_dropout_of_a_nested_tensor():
+    nested = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)])
+    dropped = ft.Dropout(0.5)(nested)
+    assert dropped.is_nested and set(dropped.to_padded_tensor(0.0).flatten().tolist()) <= {0.0, 2.0}
+
+
+NOT_TENSORS = [None, "x", [1.0], 3]
+
+
+@pytest.mark.parametrize("value", NOT_TENSORS, ids=repr)
+def test_what_is_not_a_tensor_is_named(value):
+    x = torch.randn(2, 5, 8)
+    attention = ft.MultiheadAttention(8, 2, batch_first=True)
+    encoder_layer, decoder_layer = (
+        kind(8, 2, 16, batch_first=True) for kind in (ft.TransformerEncoderLayer, ft.TransformerDecoderLayer)
+    )
+    calls = {
+        "query": lambda: attention(value, x, x),
+        "key": lambda: attention(x, value, x),
+        "value": lambda: attention(x, x, value),
+        "src": lambda: encoder_layer(value),
+        "tgt": lambda: decoder_layer(value, x),
+        "memory": lambda: decoder_layer(x, value),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got {type(value).__name__}"):
+            call()
+    for call in (lambda: ft.TransformerEncoder(encoder_layer, 1)(value), lambda: ft.Transformer(8, 2, 1, 1, 16)(value, x)):
+        with pytest.raises(TypeError, match="^src must be a torch.Tensor"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "arguments, error, text",
+    [
+        ({"embed_dim": "8"}, TypeError, "embed_dim must be an integer, got '8'"),
+        ({"num_heads": 2.0}, TypeError, "num_heads must be an integer, got 2.0"),
+        ({"dropout": "x"}, ValueError, r"dropout must be a number in \[0, 1\), got 'x'"),
+        ({"dropout": None}, ValueError, r"dropout must be a number in \[0, 1\), got None"),
+        ({"window": (-1, 0)}, ValueError, "window must hold"),
+        ({"softcap": 0}, ValueError, "softcap must be"),
+    ],
+    ids=str,
+)
+def test_constructor_names_what_is_wrong(arguments, error, text):
+    with pytest.raises(error, match=text):
+        ft.MultiheadAttention(**({"embed_dim": 8, "num_heads": 2} | arguments))

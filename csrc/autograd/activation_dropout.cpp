@@ -19,8 +19,6 @@ Tensor forward_below(const Tensor& x, const OptionalTensor& bias, const std::str
 
 // Keeps x and bias, without an activation not even those, and the seed.
 struct ActivationDropout : torch::autograd::Function<ActivationDropout> {
-  static constexpr bool is_traceable = true;
-
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& bias, const std::string& activation,
                         double dropout_p, const OptionalTensor& seed) {
     const bool keep_x = activation != "none";

@@ -21,8 +21,6 @@ std::tuple<Tensor, Tensor, Tensor> forward_below(const Tensor& x, const Optional
 
 // Keeps the inputs, or where it is an output anyway (prenorm) the sum instead of them, two numbers a row and the seed.
 struct DropoutAddLayerNorm : torch::autograd::Function<DropoutAddLayerNorm> {
-  static constexpr bool is_traceable = true;
-
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
                                const OptionalTensor& weight, const OptionalTensor& bias, double eps, double dropout_p,
                                const OptionalTensor& seed, bool prenorm) {
@@ -46,9 +44,11 @@ struct DropoutAddLayerNorm : torch::autograd::Function<DropoutAddLayerNorm> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto saved = ctx->get_saved_variables();
     const Tensor &x = saved[0], &stats = saved[3];
-    const bool weight_grad = ctx->saved_data["weight_grad"].toBool(), bias_grad = ctx->saved_data["bias_grad"].toBool();
+    const bool normalised = grads[0].defined();  // else only the sum was used, and the parameters took no part
+    const bool weight_grad = normalised && ctx->saved_data["weight_grad"].toBool();
+    const bool bias_grad = normalised && ctx->saved_data["bias_grad"].toBool();
     const double dropout_p = ctx->saved_data["dropout_p"].toDouble();
-    const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);
+    const Tensor grad_out = normalised ? grads[0] : at::zeros_like(x);
     std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
     if (!at::GradMode::is_enabled()) guard.emplace();
     static const auto op = find_op<Backward>("fast_transformer::dropout_add_layer_norm_backward");

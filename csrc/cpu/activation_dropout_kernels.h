@@ -8,7 +8,7 @@
 namespace ft {
 namespace FT_LEVEL {
 
-// An activation: its value and its slope.
+// An activation: its value, and its gradient for a gradient d of the value.
 
 struct Identity {
   template <typename C>
@@ -16,8 +16,8 @@ struct Identity {
     return x;
   }
   template <typename C>
-  static Vec<C> slope(Vec<C>) {
-    return splat<C>(1);
+  static Vec<C> gradient(Vec<C>, Vec<C> d) {
+    return d;
   }
 };
 
@@ -27,8 +27,8 @@ struct Relu {
     return x < 0 ? Vec<C>{} : x;  // NaN stays NaN
   }
   template <typename C>
-  static Vec<C> slope(Vec<C> x) {
-    return x > 0 ? splat<C>(1) : Vec<C>{};
+  static Vec<C> gradient(Vec<C> x, Vec<C> d) {
+    return x <= 0 ? Vec<C>{} : d;
   }
 };
 
@@ -39,10 +39,10 @@ struct Gelu {  // x times the normal distribution function
     return x * normal_cdf(x, gauss);
   }
   template <typename C>
-  static Vec<C> slope(Vec<C> x) {
+  static Vec<C> gradient(Vec<C> x, Vec<C> d) {
     Vec<C> gauss;
     const Vec<C> cdf = normal_cdf(x, gauss);
-    return cdf + x * gauss * (C)0x1.9884533d43651p-2;  // 1 / sqrt(2 pi)
+    return d * (cdf + x * gauss * (C)0x1.9884533d43651p-2);  // 1 / sqrt(2 pi)
   }
 };
 
@@ -55,10 +55,10 @@ struct GeluTanh {                                                      // (1 + t
     return x * sigmoid<C>(x * (x * x * (C)b + (C)a), rest);
   }
   template <typename C>
-  static Vec<C> slope(Vec<C> x) {
+  static Vec<C> gradient(Vec<C> x, Vec<C> d) {
     Vec<C> rest;
     const Vec<C> s = sigmoid<C>(x * (x * x * (C)b + (C)a), rest);
-    return s + x * s * rest * (x * x * (C)(3 * b) + (C)a);
+    return d * (s + x * s * rest * (x * x * (C)(3 * b) + (C)a));
   }
 };
 
@@ -69,10 +69,10 @@ struct Silu {
     return x * sigmoid<C>(x, rest);
   }
   template <typename C>
-  static Vec<C> slope(Vec<C> x) {
+  static Vec<C> gradient(Vec<C> x, Vec<C> d) {
     Vec<C> rest;
     const Vec<C> s = sigmoid<C>(x, rest);
-    return s + x * s * rest;
+    return d * (s + x * s * rest);
   }
 };
 
@@ -134,7 +134,7 @@ inline void backward_run(const ActivationArgs& a, int64_t row, int64_t begin, in
     if (x) {
       Vec<C> v = lanes.load(x + col);
       if (bias) v += load(bias + col);
-      d *= Curve::template slope<C>(v);
+      d = Curve::template gradient<C>(v, d);
     }
     lanes.store(out + col, d);
     if (grad_bias) store(grad_bias + col, load(grad_bias + col) + d);

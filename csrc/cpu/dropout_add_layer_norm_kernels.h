@@ -81,7 +81,8 @@ void layer_norm_forward(const LayerNormForward& a, int64_t begin_row, int64_t en
       const Vec<C> centred = lanes.template clip<C>(load(total + col) - mean);
       partial[0] += centred * centred;
     });
-    const C rstd = (C)(1 / sqrt(squares[0] / n + a.eps));
+    // A variance past the range of C gives NaN, as in PyTorch, not a row of zeros.
+    const C rstd = squares[0] < INFINITY ? (C)(1 / sqrt(squares[0] / n + a.eps)) : (C)NAN;
     for_columns<C>(n, [=](int64_t col, auto lanes) {
       lanes.store(out + col, (load(total + col) - mean) * rstd * load(weight + col) + load(bias + col));
     });

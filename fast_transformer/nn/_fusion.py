@@ -53,7 +53,8 @@ def add_norm(
     x: Tensor, branch: Tensor, dropout_p: float | None, norm: torch.nn.Module, *, prenorm: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """norm(x + dropout(branch)); with `prenorm` the pair (that, the sum), which a pre-norm layer carries on."""
-    if dropout_p is not None and plain(norm, torch.nn.LayerNorm) and norm.normalized_shape == x.shape[-1:]:
+    fits = branch.shape == x.shape and getattr(norm, "normalized_shape", None) == x.shape[-1:]
+    if fits and dropout_p is not None and plain(norm, torch.nn.LayerNorm):
         return functional.dropout_add_layer_norm(
             branch, x, norm.weight, norm.bias, eps=norm.eps, dropout_p=dropout_p, prenorm=prenorm
         )

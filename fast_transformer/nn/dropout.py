@@ -18,8 +18,8 @@ class Dropout(torch.nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return input
-        if self.p == 1.0:
-            return super().forward(input)  # all zeros; `functional` wants something kept
+        if self.p == 1.0 or input.is_nested:
+            return super().forward(input)  # `functional` wants something to be kept, and a padded tensor
         out = functional.dropout(input, self.p)
         return input.copy_(out) if self.inplace else out
 

@@ -17,13 +17,14 @@ from ._scripted import scriptable
 def check_sizes(dropout: float, **sizes: int) -> None:
     """Sizes are the embedding dimension and the number of heads, under the names the caller's class gives them."""
     for name, size in sizes.items():
+        if not isinstance(size, int):
+            raise TypeError(f"{name} must be an integer, got {size!r}")
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
     (embed_dim, num_heads) = sizes.values()
     if embed_dim % num_heads != 0:
         raise ValueError("{} must be divisible by {}, got {} and {}".format(*sizes, embed_dim, num_heads))
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+    functional.check_probability("dropout", dropout)
 
 
 def causal_mask(L: int, S: int, device: torch.device) -> Tensor:
@@ -78,6 +79,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         softcap: float | None = None,
     ) -> None:
         check_sizes(dropout, embed_dim=embed_dim, num_heads=num_heads)
+        functional.check_window(window)
+        functional.check_softcap(softcap)
         if window is not None and (add_bias_kv or add_zero_attn):
             raise ValueError(f"window must be None with add_bias_kv or add_zero_attn (keys without a position), got {window}")
         super().__init__(
@@ -116,6 +119,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Raises:
             ValueError, TypeError: a shape or a mask does not fit; the text names it.
         """
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            functional.check_tensor(name, x, nested=True)
         nested = None
         if query.is_nested or key.is_nested or value.is_nested:
             if not (query is key is value):

@@ -34,6 +34,11 @@ def _become_twins(layer: Module) -> None:
             module.__class__ = Dropout
 
 
+def _batch_first(module: Module) -> bool:
+    """The batch_first of an attention or a layer, wrapped in other modules or not."""
+    return next((m.batch_first for m in module.modules() if hasattr(m, "batch_first")), False)
+
+
 def _causality(
     modules: Iterable[Module], mask: Tensor | None, is_causal: bool | None, query: Tensor, key: Tensor
 ) -> tuple[Tensor | None, bool]:
@@ -43,7 +48,7 @@ def _causality(
     foreign = [m for m in modules if not isinstance(m, (MultiheadAttention, TransformerEncoderLayer, TransformerDecoderLayer))]
     if not foreign:
         return None, True
-    length = -2 if query.dim() == 2 or getattr(foreign[0], "self_attn", foreign[0]).batch_first else 0
+    length = -2 if query.dim() == 2 or _batch_first(foreign[0]) else 0
     return causal_mask(query.shape[length], key.shape[length], query.device), False
 
 
@@ -133,9 +138,10 @@ class TransformerEncoderLayer(_Branches, torch.nn.TransformerEncoderLayer):
         Raises:
             ValueError, TypeError: a shape or a mask does not fit.
         """
+        functional.check_tensor("src", src, nested=True)
         x = src
         if src.is_nested:
-            x, src_key_padding_mask = pad_nested(src, src_key_padding_mask, self.self_attn.batch_first)
+            x, src_key_padding_mask = pad_nested(src, src_key_padding_mask, _batch_first(self.self_attn))
         src_mask, is_causal = _causality([self.self_attn], src_mask, is_causal, x, x)
         masks = (src_mask, src_key_padding_mask, is_causal)
         attend, p1 = self._branch("sa", self.dropout1)
@@ -207,6 +213,8 @@ class TransformerDecoderLayer(_Branches, torch.nn.TransformerDecoderLayer):
         Raises:
             ValueError, TypeError: a shape or a mask does not fit.
         """
+        functional.check_tensor("tgt", tgt)
+        functional.check_tensor("memory", memory)
         x = tgt
         tgt_mask, tgt_is_causal = _causality([self.self_attn], tgt_mask, tgt_is_causal, tgt, tgt)
         memory_mask, memory_is_causal = _causality([self.multihead_attn], memory_mask, memory_is_causal, tgt, memory)
@@ -250,6 +258,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         is_causal: bool | None = None,
     ) -> Tensor:
         """All layers in turn, then the norm; arguments as in TransformerEncoderLayer.forward."""
+        functional.check_tensor("src", src, nested=True)
         mask, is_causal = _causality(self.layers, mask, is_causal, src, src)
         x = src
         for layer in self.layers:
@@ -274,6 +283,8 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """All layers in turn, then the norm; arguments as in TransformerDecoderLayer.forward."""
+        functional.check_tensor("tgt", tgt)
+        functional.check_tensor("memory", memory)
         tgt_mask, tgt_is_causal = _causality(self.layers, tgt_mask, tgt_is_causal, tgt, tgt)
         memory_mask, memory_is_causal = _causality(self.layers, memory_mask, memory_is_causal, tgt, memory)
         x = tgt
@@ -363,6 +374,9 @@ class Transformer(torch.nn.Transformer):
             ValueError, TypeError: a shape or a mask does not fit.
         """
         for name, x in (("src", src), ("tgt", tgt)):
+            functional.check_tensor(name, x)
+            if x.dim() not in (2, 3):
+                raise ValueError(f"{name} must have 3 dimensions, or 2 without a batch, got shape {tuple(x.shape)}")
             if x.shape[-1] != self.d_model:
                 raise ValueError(f"{name} must have a last dimension of size d_model = {self.d_model}, got {tuple(x.shape)}")
         batch = 0 if self.batch_first else 1

@@ -22,5 +22,15 @@ def impl_autograd(op: str, recorded: Callable) -> None:
 
 
 def differentiable(x: Tensor) -> Tensor:
-    """x itself if it is part of a graph, else a leaf of its values to differentiate with respect to."""
-    return x if x.requires_grad else x.detach().requires_grad_()
+    """x to differentiate with respect to: a node of its own behind x, or a leaf of its values if x is not part of a graph.
+
+    Of its own, because x may depend on another input or carry hooks: neither is this derivative's business.
+    """
+    return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+
+
+def check_devices(*tensors: Tensor | None) -> None:
+    """Refuses, in a fake kernel, what the kernels refuse: tensors of several devices."""
+    devices = {str(t.device) for t in tensors if t is not None}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors must be on one device, got {', '.join(sorted(devices))}")

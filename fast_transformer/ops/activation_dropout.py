@@ -8,18 +8,24 @@ from torch import Tensor
 
 from .. import reference
 from ._extension import missing
-from ._register import differentiable, impl_autograd
+from ._register import check_devices, differentiable, impl_autograd
 
 
 def activation_dropout(x: Tensor, bias: Tensor | None, activation: str, *, dropout_p: float, seed: Tensor | None) -> Tensor:
     return torch.ops.fast_transformer.activation_dropout.default(x, bias, activation, dropout_p, seed)
 
 
+def dropout(x: Tensor, *, dropout_p: float, seed: Tensor | None) -> Tensor:
+    return activation_dropout(x, None, "none", dropout_p=dropout_p, seed=seed)
+
+
 def _forward_fake(x, bias, activation, dropout_p, seed):
+    check_devices(x, bias, seed)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _backward_fake(grad, x, bias, activation, dropout_p, seed, bias_grad):
+    check_devices(grad, x, bias, seed)
     grad_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
     return grad_x, reference.wide(grad.new_empty(grad.shape[-1] if bias_grad else 0))
 

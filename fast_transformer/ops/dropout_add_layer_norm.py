@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import reference
 from ._extension import missing
-from ._register import differentiable, impl_autograd
+from ._register import check_devices, differentiable, impl_autograd
 
 
 def dropout_add_layer_norm(
@@ -29,14 +29,14 @@ def dropout_add_layer_norm(
 
 
 def _forward_fake(x, residual, weight, bias, eps, dropout_p, seed, prenorm):
+    check_devices(x, residual, weight, bias, seed)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = torch.empty_like(out) if prenorm else x.new_empty(0)
     return out, total, reference.wide(x.new_empty(x.numel() // x.shape[-1], 2))
 
 
-def _backward_fake(
-    grad_out, grad_sum, x, residual, x_is_sum, weight, stats, eps, dropout_p, seed, parameter_grads
-):  # the op's signature
+def _backward_fake(grad_out, grad_sum, x, residual, x_is_sum, weight, stats, eps, dropout_p, seed, parameter_grads):
+    check_devices(grad_out, grad_sum, x, residual, weight, stats, seed)
     grad_total = torch.empty_like(x, memory_format=torch.contiguous_format)
     grad_x = torch.empty_like(grad_total) if dropout_p > 0.0 else x.new_empty(0)
     n = x.shape[-1] if parameter_grads else 0

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ._register import differentiable
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -24,7 +25,7 @@ class FlashAttention(torch.autograd.Function):
     def backward(ctx, grad_out):
         query, key, value, bias, out, lse = ctx.saved_tensors
         if torch.is_grad_enabled():
-            inputs = [t if t.requires_grad else t.detach().requires_grad_() for t in (query, key, value)]
+            inputs = [differentiable(t) for t in (query, key, value)]
             out = reference.attention(
                 *inputs,
                 mask=None,
@@ -55,7 +56,7 @@ def attention(
         )
         causal = False
     if mask is not None:
-        bias = torch.zeros((), dtype=query.dtype) if bias is None else bias
+        bias = torch.zeros((), dtype=query.dtype, device=query.device) if bias is None else bias
         bias = torch.where(mask, bias, -torch.inf)
     if bias is not None:
         bias = bias.to(query.dtype).expand(*[1] * (4 - bias.dim()), *bias.shape) if bias.dim() < 4 else bias.to(query.dtype)
