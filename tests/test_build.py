@@ -1,6 +1,7 @@
 """What setup.py decides, what a build without the compiled module does, and what `info` says."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,8 +50,6 @@ def test_force_cuda_where_it_cannot_be(torch_cuda, nvcc, force_cpu, why):
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs code in a fresh interpreter at the repository's root."""
-    import os
-
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=120
     )
