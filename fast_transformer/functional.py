@@ -139,6 +139,8 @@ def _check_backend(backend: str | None, *known: str) -> None:
 
 def _transform_active(*tensors: Tensor | None) -> str | None:
     """Why no kernel may see these tensors: they carry what only plain PyTorch operations can follow."""
+    if torch.jit.is_tracing():
+        return "torch.jit.trace, whose files should run without this package"
     if _inside_transform():
         return "inside a torch.func transform (vmap, jvp, jacrev, ...)"
     if _forward_mode():
@@ -280,7 +282,8 @@ def attention(
     _check_attention(query, key, value, mask, bias, causal, query_offset, window, return_weights)
     if scale is None:
         scale = query.shape[3] ** -0.5
-    scale = _check_number("scale", scale, "a finite number", -math.inf, math.inf, open_low=True)
+    else:
+        scale = _check_number("scale", scale, "a finite number", -math.inf, math.inf, open_low=True)
     softcap = check_softcap(softcap)
     dropout_p = check_probability("dropout_p", dropout_p)
     _check_backend(backend, "sdpa", "reference")

@@ -866,3 +866,27 @@ def test_what_is_not_a_tensor_is_named(value):
 def test_constructor_names_what_is_wrong(arguments, error, text):
     with pytest.raises(error, match=text):
         ft.MultiheadAttention(**({"embed_dim": 8, "num_heads": 2} | arguments))
+
+
+@pytest.mark.filterwarnings("ignore")  # the tracer's, about every check of a shape
+@pytest.mark.parametrize("recording", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+def test_jit_trace_runs_on_other_shapes_without_our_ops(masked, recording):
+    stack = ft.TransformerEncoder(ft.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    inputs = [
+        (torch.randn(n, length, 8), *[torch.arange(length).expand(n, -1) >= 3][:masked]) for n, length in ((2, 5), (3, 7))
+    ]
+
+    class Run(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = stack
+
+        def forward(self, x, padding=None):
+            return self.stack(x, src_key_padding_mask=padding)
+
+    with torch.set_grad_enabled(recording):
+        traced = torch.jit.trace(Run(), inputs[0])
+        for xs in inputs:
+            torch.testing.assert_close(traced(*xs), Run()(*xs), rtol=1e-4, atol=1e-5)
+    assert "fast_transformer::" not in str(traced.inlined_graph)
