@@ -10,6 +10,16 @@
 
 // `seed` is an int64 tensor of one element, needed where dropout_p > 0. A gradient that was not asked for is an empty tensor.
 TORCH_LIBRARY(fast_transformer, m) {
+  // Query i sees the keys i + first to i + last. softcap 0: none. return_weights: none, "mean" or "per_head".
+  m.def(
+      "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, SymInt first, SymInt last, float scale, "
+      "float softcap, float dropout_p, Tensor? seed, str? return_weights, bool with_lse) "
+      "-> (Tensor out, Tensor weights, Tensor lse)");
+  m.def(
+      "attention_backward(Tensor grad_out, Tensor? grad_weights, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor? mask, Tensor? bias, SymInt first, SymInt last, float scale, float softcap, float dropout_p, Tensor? seed, "
+      "str? return_weights, Tensor out, Tensor lse, bool bias_grad) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)");
   m.def("activation_dropout(Tensor x, Tensor? bias, str activation, float dropout_p, Tensor? seed) -> Tensor");
   m.def(
       "activation_dropout_backward(Tensor grad, Tensor? x, Tensor? bias, str activation, float dropout_p, Tensor? seed, "

@@ -174,32 +174,6 @@ def _why_not_cpu(x: Tensor, *others: Tensor | None) -> str | None:
     return _transform_active(x, *others)
 
 
-def _why_not_sdpa(query, key, value, bias, causal, query_offset, window, scale, softcap, dropout_p, extras) -> str | None:
-    if query.device.type != "cpu":
-        return f"the tensors are on {query.device}"
-    if query.dtype not in _KERNEL_DTYPES:
-        return f"no kernel for {query.dtype}"
-    if query.shape[1] != key.shape[1]:
-        return "grouped-query heads"
-    if value.shape[3] != query.shape[3]:
-        return "value has another head_dim than query"
-    if query.numel() == 0 or key.numel() == 0:
-        return "an empty input"
-    if window is not None or softcap is not None or (causal and query_offset != 0):
-        return "window, softcap or a causal mask with an offset"
-    if causal and bias is not None:
-        return "a causal mask and a bias together"
-    if causal and scale <= 0:
-        return "a causal mask and a scale that is not positive"
-    if dropout_p > 0.0:
-        return "dropout of the weights"
-    if extras:
-        return "weights or LSE are asked for"
-    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
-        return "bias needs a gradient"
-    return _transform_active(query, key, value, bias)
-
-
 def _draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
     """A 64-bit seed from torch's generator of that device; it stays there, so nothing waits for it."""
     return torch.randint(2**63 - 1, (), device=device) if dropout_p > 0.0 else None
@@ -209,11 +183,7 @@ def backends() -> None:
     """Prints, op by op, the backends in the order in which they are tried, and why one is not active."""
     kernels = "for CPU tensors" if ops.missing is None else f"not active: {ops.missing}"
     fallback = "for everything else: other devices and dtypes, torch.func transforms, forward-mode AD"
-    print("attention")
-    print("  sdpa       for CPU tensors, where F.scaled_dot_product_attention means the same: no dropout, weights, LSE,")
-    print("             window, softcap, grouped-query heads or gradient of a bias; one head_dim for all")
-    print("  reference  for everything else")
-    for op in ("dropout_add_layer_norm", "activation_dropout, dropout"):
+    for op in ("attention", "dropout_add_layer_norm", "activation_dropout, dropout"):
         print(op)
         print(f"  cpu        {kernels}")
         print(f"  reference  {fallback}")
@@ -270,7 +240,7 @@ def attention(
         return_weights: "mean" adds the weights averaged over heads, (B, L, S); "per_head" adds (B, H, L, S). As torch.nn
             returns them: after dropout. Differentiable.
         return_lse: adds the natural-log log-sum-exp of the scores, (B, H, L), float32 (float64 for float64).
-        backend: None chooses; "sdpa" or "reference" insists.
+        backend: None chooses; "cpu" or "reference" insists.
 
     Returns:
         (B, H, L, Dv) in query's dtype, or a tuple (output[, weights][, lse]).
@@ -286,15 +256,9 @@ def attention(
         scale = _check_number("scale", scale, "a finite number", -math.inf, math.inf, open_low=True)
     softcap = check_softcap(softcap)
     dropout_p = check_probability("dropout_p", dropout_p)
-    _check_backend(backend, "sdpa", "reference")
-    extras = return_weights is not None or return_lse
-    if _use(
-        "sdpa",
-        backend,
-        _why_not_sdpa(query, key, value, bias, causal, query_offset, window, scale, softcap, dropout_p, extras),
-    ):
-        return ops.sdpa.attention(query, key, value, mask=mask, bias=bias, causal=causal, scale=scale)
-    return reference.attention(
+    _check_backend(backend, "cpu", "reference")
+    op = ops.attention if _use("cpu", backend, _why_not_cpu(query, key, value, bias)) else reference.attention
+    return op(
         query,
         key,
         value,
@@ -309,7 +273,6 @@ def attention(
         seed=_draw_seed(dropout_p, query.device),
         return_weights=return_weights,
         return_lse=return_lse,
-        drop=ops.dropout if backend is None and _why_not_cpu(query, key, value, bias) is None else reference.dropout,
     )
 
 

@@ -5,7 +5,6 @@ end; float64 stays float64. Everything here can be differentiated any number of 
 """
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -143,12 +142,8 @@ def attention(
     seed: Tensor | None,
     return_weights: str | None,
     return_lse: bool,
-    drop: Callable[..., Tensor] = dropout,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Softmax attention (Vaswani et al. 2017, eq. 1) with everything `functional.attention` names.
-
-    drop: what drops the weights. A compiled dropout, which draws the same mask, makes this a faster fallback.
-    """
+    """Softmax attention (Vaswani et al. 2017, eq. 1) with everything `functional.attention` names."""
     q, k, v = wide(query), wide(key), wide(value)
     if q.shape[1] != k.shape[1]:  # grouped-query: each key head serves a run of query heads
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
@@ -177,7 +172,7 @@ def attention(
     if return_weights is not None:
         weights = clear(weights)
     if dropout_p > 0.0:
-        weights = drop(weights, dropout_p=dropout_p, seed=seed)
+        weights = dropout(weights, dropout_p=dropout_p, seed=seed)
     out = clear(_matmul(weights, v)).to(query.dtype)
     extras = []
     if return_weights is not None:

@@ -72,6 +72,83 @@ struct ActivationArgs {
   Dropout dropout;
 };
 
+// A tensor (batch, heads, length, size) with unit last stride.
+struct Heads {
+  void* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0;  // strides in elements
+};
+struct ConstHeads {
+  const void* data = nullptr;
+  int64_t batch = 0, head = 0, row = 0;
+};
+
+// A tensor that broadcasts to (batch, heads, L, S); data may be null. Strides are 0 where it broadcasts; the keys' is 0 or 1.
+struct Scores {
+  const void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t batch = 0, head = 0, query = 0, key = 0;
+};
+
+// Sums of the gradient of the bias, zero at first: where the bias has both queries and keys in the compute type, with rows
+// of queries (a row for each key, padded to whole blocks); else float64. Strides are 0 where the bias broadcasts.
+struct BiasGrad {
+  void* data = nullptr;
+  int64_t batch = 0, head = 0, chunk = 0, key = 0, query = 0;
+  bool dense() const { return key != 0 && query != 0; }
+};
+
+// What attention means, for every kernel of it: softmax(scale q·k, capped, + bias) over the keys that a query sees.
+struct AttentionProblem {
+  ConstHeads query, key, value;  // (batch, heads, L, D), (batch, kv_heads, S, D), (batch, kv_heads, S, Dv)
+  Scores mask, bias;             // mask: bytes, 0 = hidden; bias: the activations' dtype or the compute type
+  int64_t batch, heads, kv_heads, L, S, D, Dv;
+  int64_t first, last;    // query i sees the keys i + first ... i + last; both in [-L, S]
+  double scale, softcap;  // softcap 0: none
+  Dropout dropout;
+};
+
+struct AttentionForward : AttentionProblem {
+  Heads out;        // (batch, heads, L, Dv)
+  void* lse;        // (batch, heads, L) compute, or null
+  void* exponents;  // (2, batch, heads, L) compute, or null: what AttentionWeights subtracts
+  int64_t chunks;   // tasks per key head
+};
+
+// A task is a block of queries of one batch (of one head, if per_head). weights: (batch, L, S), their mean over the heads, or
+// (batch, heads, L, S).
+struct AttentionWeights : AttentionProblem {
+  const void* exponents;  // (2, batch, heads, L): log2 of the largest term and of the sum in its units; their sum is the
+                          // log-sum-exp, but not rounded to one number, which would cost digits where scores are large
+  void* weights;
+  bool per_head;
+};
+
+// delta (batch, heads, L): for each query the sum over its keys of weight times the weight's gradient, less the gradient of
+// the log-sum-exp: what the gradient of every score of the query has subtracted.
+struct AttentionDelta : AttentionProblem {
+  ConstHeads out, grad_out;
+  const void *lse, *grad_lse;  // grad_lse may be null
+  Scores grad_weights;         // null if the weights took no part
+  double grad_weights_scale;
+  void* delta;
+};
+
+// A task is every chunks-th block of keys of one key head, or, where the gradient of the bias sums over heads or batches, of
+// all that it sums over.
+struct AttentionBackward : AttentionProblem {
+  ConstHeads grad_out;
+  const void *lse, *delta;
+  Scores grad_weights;
+  double grad_weights_scale;
+  Heads grad_query, grad_key, grad_value;
+  void* grad_query_parts;  // chunks > 1: (chunks, batch, heads, L, D) compute, whose sum is the gradient of query; else null
+  BiasGrad grad_bias;
+  int64_t batch_tasks, head_tasks, chunks;  // tasks = their product
+};
+
+// Queries and keys in a block of attention; backward works on half as many keys.
+constexpr int kQueries = 64, kKeys = 128, kBackwardKeys = 64;
+
 // Columns of a row that one task of an elementwise kernel takes.
 constexpr int64_t kChunk = 4096;
 inline int64_t chunks_per_row(int64_t n) { return (n + kChunk - 1) / kChunk; }
@@ -83,12 +160,16 @@ struct Kernels {
   void (*activation_forward[kDTypes])(const ActivationArgs&, int64_t begin_chunk, int64_t end_chunk);
   void (*activation_backward[kDTypes])(const ActivationArgs&, int64_t begin_chunk, int64_t end_chunk);
   void (*activation_backward_block[kDTypes])(const ActivationArgs&, const RowBlocks&, int64_t block);
+  void (*attention_forward[kDTypes])(const AttentionForward&, int64_t begin_task, int64_t end_task);
+  void (*attention_weights[kDTypes])(const AttentionWeights&, int64_t begin_task, int64_t end_task);
+  void (*attention_delta[kDTypes])(const AttentionDelta&, int64_t begin_task, int64_t end_task);
+  void (*attention_backward[kDTypes])(const AttentionBackward&, int64_t begin_task, int64_t end_task);
   void (*sum_blocks[kDTypes])(const void* partials, void* out, int64_t count, int64_t n);
 };
 
 extern const Kernels kernels_generic;
 #if defined(__x86_64__)
-extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16;
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx;
 #endif
 
 }  // namespace ft

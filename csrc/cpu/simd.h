@@ -65,13 +65,39 @@ struct ComputeOf<double> {
 template <typename T>
 using Compute = typename ComputeOf<T>::type;
 
+// The numbers 0, ..., n - 1 as a pack, for shuffles.
+template <int... lane>
+struct Lanes {};
+template <int n, int... lane>
+struct LanesFrom : LanesFrom<n - 1, n - 1, lane...> {};
+template <int... lane>
+struct LanesFrom<0, lane...> {
+  using type = Lanes<lane...>;
+};
+template <int n>
+using LanesOf = typename LanesFrom<n>::type;
+
 template <typename C>
 inline Vec<C> splat(C x) {
   return Vec<C>{} + x;
 }
 
+// Lane-wise the larger of a and b; b where either is NaN.
+template <typename C>
+inline Vec<C> maximum(Vec<C> a, Vec<C> b) {
+#if defined(FT_AVX512)
+  if constexpr (sizeof(C) == 4) return (Vec<C>)_mm512_max_ps((__m512)a, (__m512)b);
+  if constexpr (sizeof(C) == 8) return (Vec<C>)_mm512_max_pd((__m512d)a, (__m512d)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
 template <typename C>
 inline C sum(Vec<C> v) {
+#if defined(FT_AVX512)
+  if constexpr (sizeof(C) == 4) return _mm512_reduce_add_ps((__m512)v);
+#endif
   C total = 0;
   for (int i = 0; i < kLanes<C>; ++i) total += v[i];
   return total;
@@ -232,15 +258,44 @@ inline void for_columns(int64_t n, Body body) {
   if (col < n) body(col, Tail{n - col});
 }
 
-// Scratch memory of one kernel call, aligned to a cache line and padded so that its last vector may be a whole one.
+// The transpose of the square of kLanes<C> vectors: vector i of the result holds lane i of each.
+// Each of log2(lanes) rounds interleaves the vectors of the two halves, which is what one bit of (row, lane) rotates by.
+template <typename V, int... lane>
+inline void interleave(V a, V b, V& low, V& high, Lanes<lane...>) {
+  constexpr int n = sizeof...(lane);
+  low = __builtin_shufflevector(a, b, (lane / 2 + lane % 2 * n)...);
+  high = __builtin_shufflevector(a, b, (n / 2 + lane / 2 + lane % 2 * n)...);
+}
+
+template <typename C>
+inline void transpose(Vec<C> (&rows)[kLanes<C>]) {
+  constexpr int n = kLanes<C>;
+  Vec<C> other[n];
+#pragma GCC unroll 4
+  for (int round = 1; round < n; round *= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < n / 2; ++i) interleave(rows[i], rows[i + n / 2], other[2 * i], other[2 * i + 1], LanesOf<n>());
+#pragma GCC unroll 16
+    for (int i = 0; i < n; ++i) rows[i] = other[i];
+  }
+}
+
+// Scratch memory of one kernel call, aligned to a cache line and padded so that its last vector may be a whole one. With
+// FT_POISON (`make sanitize`) it starts as NaN, so that a result shows if it depends on memory that nobody wrote.
 template <typename T>
 struct Buffer {
   T* data;
-  explicit Buffer(int64_t n) : data((T*)aligned_alloc(64, (n * sizeof(T) / 64 + 2) * 64)) {}
+  explicit Buffer(int64_t n) {
+    const int64_t bytes = (n * (int64_t)sizeof(T) / 64 + 2) * 64;
+    data = (T*)aligned_alloc(64, bytes);
+#if defined(FT_POISON)
+    memset((void*)data, 0xFF, bytes);
+#endif
+  }
   ~Buffer() { free(data); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
-  operator T*() { return data; }
+  operator T*() const { return data; }
 };
 
 // A row of a tensor of T, or null.

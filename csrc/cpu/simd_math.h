@@ -22,26 +22,84 @@ inline Vec<float> polynomial(const float (&p)[n], Vec<float> x) {
   return y;
 }
 
-// exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln(2) / 2; the minimax polynomial of degree 6 has relative error 2e-9.
+// 2^n y for whole n; in two steps where 2^n alone may leave the range.
+inline Vec<float> times_power(Vec<float> y, Vec<float> n) {
+#if defined(FT_AVX512)
+  return (Vec<float>)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
+  const Ints<float> whole = __builtin_convertvector(n, Ints<float>), part = whole >> 1;
+  return y * (Vec<float>)((part + 127) << 23) * (Vec<float>)((whole - part + 127) << 23);
+#endif
+}
+
+// x = n ln 2 + r, n whole, |r| <= ln(2) / 2; ln 2 in two parts, the first exact times n. |x| < 2^22.
+inline Vec<float> reduce(Vec<float> x, Vec<float>& n) {
+  n = (x * 0x1.715476p+0f + 0x1.8p23f) - 0x1.8p23f;
+  return (x - n * 0x1.62e400p-1f) - n * 0x1.7f7d1cp-20f;
+}
+
+// (exp(r) - 1) / r for |r| <= ln(2) / 2: exp(r) to a relative error of 2e-9.
+constexpr float kExpm1[] = {1.0f, 0x1.fffffap-2f, 0x1.55540ap-3f, 0x1.55589ap-5f, 0x1.126d0cp-7f, 0x1.6ab97ap-10f};
+
 // Exactly 0 at -inf, inf past 88.73, NaN stays NaN.
 inline Vec<float> exp(Vec<float> x) {
   const Vec<float> lowest = splat<float>(-104.0f), highest = splat<float>(89.0f);
   x = x < lowest ? lowest : x;
   x = x > highest ? highest : x;
-  const Vec<float> n = (x * 0x1.715476p+0f + 0x1.8p23f) - 0x1.8p23f;
-  const Vec<float> r = (x - n * 0x1.62e400p-1f) - n * 0x1.7f7d1cp-20f;  // ln 2 in two parts, the first exact times n
-  const float p[] = {1.0f, 1.0f, 0x1.fffffap-2f, 0x1.55540ap-3f, 0x1.55589ap-5f, 0x1.126d0cp-7f, 0x1.6ab97ap-10f};
-  const Vec<float> y = polynomial(p, r);
-#if defined(FT_AVX512)
-  return (Vec<float>)_mm512_scalef_ps((__m512)y, (__m512)n);
-#else
-  const Ints<float> whole = __builtin_convertvector(n, Ints<float>), part = whole >> 1;  // in two steps: 2^n may overflow
-  return y * (Vec<float>)((part + 127) << 23) * (Vec<float>)((whole - part + 127) << 23);
-#endif
+  Vec<float> n;
+  const Vec<float> r = reduce(x, n);
+  return times_power(1 + r * polynomial(kExpm1, r), n);
 }
 
 inline Vec<double> exp(Vec<double> x) {
   return per_lane(x, [](double v) { return ::exp(v); });
+}
+
+// 2^x to 1.3 units of 2^-24; exactly 0 at -inf, NaN stays NaN. Minimax polynomials of degree 6 with p(0) = 1.
+inline Vec<float> exp2(Vec<float> x) {
+#if defined(FT_AVX512)  // the instructions do the ends of the range: reduce gives x - floor(x), scalef multiplies by 2^floor(x)
+  const float p[] = {1.0f, 0x1.62e42cp-1f, 0x1.ebfd58p-3f, 0x1.c68912p-5f, 0x1.3d0b92p-7f, 0x1.46d64ep-10f, 0x1.c54174p-13f};
+  return times_power(polynomial(p, (Vec<float>)_mm512_reduce_ps((__m512)x, 1)), x);
+#else
+  const float p[] = {1.0f, 0x1.62e430p-1f, 0x1.ebfbdcp-3f, 0x1.c6aee8p-5f, 0x1.3b2d4cp-7f, 0x1.5f3e52p-10f, 0x1.41fbbcp-13f};
+  const Vec<float> lowest = splat<float>(-151.0f), highest = splat<float>(129.0f);
+  x = x < lowest ? lowest : x;
+  x = x > highest ? highest : x;
+  const Vec<float> n = (x + 0x1.8p23f) - 0x1.8p23f;
+  return times_power(polynomial(p, x - n), n);
+#endif
+}
+
+inline Vec<double> exp2(Vec<double> x) {
+  return per_lane(x, [](double v) { return ::exp2(v); });
+}
+
+constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.69314718055994531;
+
+// The natural logarithm of x >= 1/2, finite: x = 2^e m, 2/3 <= m < 4/3, log m = 2 atanh((m - 1) / (m + 1)).
+inline Vec<float> log(Vec<float> x) {
+  const Ints<float> e = ((Ints<float>)x - 0x3F2AAAAB) >> 23;
+  const Vec<float> m = (Vec<float>)((Ints<float>)x - (e << 23)), s = (m - 1) / (m + 1), ss = s * s;
+  const float p[] = {2 / 3.0f, 2 / 5.0f, 2 / 7.0f, 2 / 9.0f};
+  const Vec<float> low = __builtin_convertvector(e, Vec<float>);
+  return low * 0x1.62e400p-1f + (2 * s + (ss * s * polynomial(p, ss) + low * 0x1.7f7d1cp-20f));
+}
+inline Vec<double> log(Vec<double> x) {
+  return per_lane(x, [](double v) { return ::log(v); });
+}
+
+// tanh(x) = t / (t + 2) for t = exp(2 |x|) - 1, which is computed without cancellation: right for small x too.
+inline Vec<float> tanh(Vec<float> x) {
+  Vec<float> y = x < 0 ? -2 * x : 2 * x;
+  y = y > 20.0f ? splat<float>(20.0f) : y;
+  Vec<float> n;
+  const Vec<float> r = reduce(y, n);
+  const Vec<float> power = (Vec<float>)((__builtin_convertvector(n, Ints<float>) + 127) << 23);
+  const Vec<float> t = power * (r * polynomial(kExpm1, r)) + (power - 1), result = t / (t + 2);
+  return x < 0 ? -result : result;
+}
+inline Vec<double> tanh(Vec<double> x) {
+  return per_lane(x, [](double v) { return ::tanh(v); });
 }
 
 // 1 / x to one or two units in the last place: the division instruction is the slowest of them all. x is finite and normal.

@@ -1,5 +1,8 @@
 // The table of one instruction set: included last by its translation unit, which has set the target and FT_LEVEL.
 #include "../activation_dropout_kernels.h"
+#include "../attention_backward_kernels.h"
+#include "../attention_forward_kernels.h"
+#include "../attention_weights_kernels.h"
 #include "../dropout_add_layer_norm_kernels.h"
 
 #define FT_CONCAT(a, b) a##b
@@ -19,6 +22,10 @@ extern const Kernels FT_TABLE(FT_LEVEL) = {
     FT_EACH_DTYPE(activation_forward),
     FT_EACH_DTYPE(activation_backward),
     FT_EACH_DTYPE(activation_backward_block),
+    FT_EACH_DTYPE(attention_forward),
+    FT_EACH_DTYPE(attention_weights),
+    FT_EACH_DTYPE(attention_delta),
+    FT_EACH_DTYPE(attention_backward),
     FT_EACH_DTYPE(sum_blocks),
 };
 

@@ -1,0 +1,230 @@
+// Torch glue of the CPU kernels in attention_*_kernels.h: tensors, tasks for the threads, registration.
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "../checks.h"
+#include "allocate.h"
+#include "dispatch.h"
+
+namespace ft {
+namespace {
+
+using at::Tensor;
+using Text = std::optional<std::string>;
+
+constexpr int64_t kLeastWork = 1 << 18;  // multiplications that are worth another thread
+constexpr int64_t kTasks = 16;           // of a backward pass at least; a constant, so that sums are cut alike for any threads
+
+int64_t blocks(int64_t length, int64_t block) { return (length + block - 1) / block; }
+
+// (batch, heads, length, size) with unit last stride; copies only if it has another.
+Tensor as_heads(const Tensor& x) {
+  TORCH_CHECK_VALUE(x.dim() == 4, "expected (batch, heads, length, size), got ", x.sizes());
+  return x.size(3) == 1 || x.stride(3) == 1 ? x : x.contiguous();
+}
+
+ConstHeads const_heads(const Tensor& x) { return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
+Heads heads(const Tensor& x) { return {x.mutable_data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
+
+// A result (batch, heads, length, size) that lies as (batch, length, heads, size): merging the heads needs no copy.
+Tensor empty_heads(const Tensor& like, int64_t batch, int64_t heads, int64_t length, int64_t size) {
+  return empty({batch, length, heads, size}, like.options()).transpose(1, 2);
+}
+
+// The call's tensors in a shape the kernels take, kept alive while they run, and the problem they make.
+struct Call {
+  Tensor query, key, value, mask, bias;
+
+  Call(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& m, const OptionalTensor& b, int64_t first,
+       int64_t last, double scale, double softcap, double dropout_p, const OptionalTensor& seed, AttentionProblem& p)
+      : query(as_heads(q)), key(as_heads(k)), value(as_heads(v)) {
+    p.query = const_heads(query);
+    p.key = const_heads(key);
+    p.value = const_heads(value);
+    p.batch = query.size(0);
+    p.heads = query.size(1);
+    p.kv_heads = key.size(1);
+    p.L = query.size(2);
+    p.S = key.size(2);
+    p.D = query.size(3);
+    p.Dv = value.size(3);
+    TORCH_CHECK_VALUE(p.kv_heads >= 1 && p.heads % p.kv_heads == 0 && p.D >= 1 && p.Dv >= 1 && key.size(0) == p.batch &&
+                          value.size(0) == p.batch && value.size(1) == p.kv_heads && value.size(2) == p.S &&
+                          key.size(3) == p.D && key.scalar_type() == q.scalar_type() && value.scalar_type() == q.scalar_type(),
+                      "query, key and value do not fit: ", q.sizes(), " ", k.sizes(), " ", v.sizes());
+    p.first = std::clamp(first, -p.L, p.S);
+    p.last = std::clamp(last, -p.L, p.S);
+    p.scale = scale;
+    p.softcap = softcap;
+    p.dropout = dropout_of(dropout_p, seed);
+    if (present(m)) {
+      TORCH_CHECK_TYPE(m->scalar_type() == at::kBool, "mask must be bool, got ", m->scalar_type());
+      p.mask = scores(mask = *m, p, DType::f32);
+    }
+    if (present(b)) {
+      bias = b->scalar_type() == q.scalar_type() ? *b : b->to(compute_type(q));
+      p.bias = scores(bias, p, dtype_of(bias));
+    }
+  }
+
+  // `x` broadcast to the scores; as its keys must be neighbours, it may be copied (without what it broadcasts).
+  static Scores scores(Tensor& x, const AttentionProblem& p, DType dtype) {
+    if (x.dim() > 0 && x.size(-1) != 1 && x.stride(-1) != 1) x = x.contiguous();
+    const Tensor full = x.expand({p.batch, p.heads, p.L, p.S});
+    return {x.const_data_ptr(), dtype, full.stride(0), full.stride(1), full.stride(2), x.dim() == 0 || x.size(-1) == 1 ? 0 : 1};
+  }
+};
+
+// The weights' gradient, and what to multiply it by: the mean's is the same for every head.
+void set_grad_weights(Tensor& grad, const OptionalTensor& given, const AttentionProblem& p, DType dtype, bool per_head,
+                      Scores& scores, double& scale) {
+  if (!present(given)) return;
+  grad = per_head ? *given : given->unsqueeze(1);
+  scores = Call::scores(grad, p, dtype);
+  scale = per_head ? 1.0 : 1.0 / static_cast<double>(p.heads);
+}
+
+template <typename Args>
+void for_tasks(const Args& args, int64_t tasks, void (*kernel)(const Args&, int64_t, int64_t)) {
+  if (tasks == 0) return;
+  const int64_t work = args.batch * args.heads * args.L * args.S / tasks * (args.D + args.Dv);
+  at::parallel_for(0, tasks, kLeastWork / (work + 1) + 1, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                             const OptionalTensor& mask, const OptionalTensor& bias, int64_t first,
+                                             int64_t last, double scale, double softcap, double dropout_p,
+                                             const OptionalTensor& seed, const Text& return_weights, bool with_lse) {
+  AttentionForward args;
+  const Call call(query, key, value, mask, bias, first, last, scale, softcap, dropout_p, seed, args);
+  const int dtype = static_cast<int>(dtype_of(query));
+  const bool per_head = return_weights == "per_head";
+  Tensor out = empty_heads(query, args.batch, args.heads, args.L, args.Dv);
+  const auto wide = query.options().dtype(compute_type(query));
+  Tensor lse = at::empty(with_lse ? at::IntArrayRef{args.batch, args.heads, args.L} : at::IntArrayRef{0}, wide);
+  Tensor exponents, weights = at::empty({0}, query.options());
+  if (return_weights) exponents = at::empty({2, args.batch, args.heads, args.L}, wide);
+  args.out = heads(out);
+  args.lse = with_lse ? lse.mutable_data_ptr() : nullptr;
+  args.exponents = return_weights ? exponents.mutable_data_ptr() : nullptr;
+  const int64_t kv_heads = args.batch * args.kv_heads;
+  args.chunks = 1;
+  if (kv_heads < 4 * at::get_num_threads() && kv_heads > 0)
+    args.chunks =
+        std::clamp<int64_t>(blocks(4 * at::get_num_threads(), kv_heads), 1, std::max<int64_t>(1, blocks(args.L, kQueries)));
+  for_tasks(args, kv_heads * args.chunks, kernels().attention_forward[dtype]);
+  if (return_weights) {
+    weights = per_head ? empty({args.batch, args.heads, args.L, args.S}, query.options())
+                       : empty({args.batch, args.L, args.S}, query.options());
+    AttentionWeights pass = {args, exponents.const_data_ptr(), weights.mutable_data_ptr(), per_head};
+    for_tasks(pass, args.batch * (per_head ? args.heads : 1) * blocks(args.L, kQueries), kernels().attention_weights[dtype]);
+  }
+  return {out, weights, lse};
+}
+
+// The sums that the gradient of the bias is made of, as BiasGrad says.
+Tensor bias_sums(const Tensor& bias, const AttentionBackward& args, BiasGrad& g) {
+  const auto size = [&](int64_t dim) { return dim < bias.dim() ? bias.size(bias.dim() - 1 - dim) : 1; };
+  const bool keys = size(0) != 1, queries = size(1) != 1;
+  const int64_t rows = keys ? args.S : 1, columns = queries ? args.L : 1;
+  Tensor sums;
+  g.key = keys ? columns : 0;
+  g.query = queries ? 1 : 0;
+  if (g.dense()) {
+    g.key = blocks(args.L, kQueries) * kQueries;
+    sums = at::zeros({size(3), size(2), rows, g.key},
+                     bias.options().dtype(bias.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+    if (size(3) != 1) g.batch = sums.stride(0);
+    if (size(2) != 1) g.head = sums.stride(1);
+  } else {
+    sums = at::zeros({args.batch, args.heads, args.chunks, rows, columns}, bias.options().dtype(at::kDouble));
+    g.batch = sums.stride(0);
+    g.head = sums.stride(1);
+    g.chunk = sums.stride(2);
+  }
+  g.data = sums.mutable_data_ptr();
+  return sums;
+}
+
+Tensor bias_grad_of(const Tensor& sums, const Tensor& bias, const AttentionBackward& args) {
+  const Tensor total = args.grad_bias.dense() ? sums.narrow(3, 0, args.L) : sums.sum(2);
+  return at::sum_to(total.transpose(2, 3), bias.sizes()).to(bias.scalar_type()).contiguous();
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad_out, const OptionalTensor& grad_weights, const OptionalTensor& grad_lse, const Tensor& query,
+    const Tensor& key, const Tensor& value, const OptionalTensor& mask, const OptionalTensor& bias, int64_t first, int64_t last,
+    double scale, double softcap, double dropout_p, const OptionalTensor& seed, const Text& return_weights, const Tensor& out,
+    const Tensor& lse, bool bias_grad) {
+  AttentionBackward args;
+  const Call call(query, key, value, mask, bias, first, last, scale, softcap, dropout_p, seed, args);
+  const int dtype = static_cast<int>(dtype_of(query));
+  const Tensor grad = as_heads(grad_out), result = as_heads(out), log_sums = lse.contiguous();
+  const auto expected = {args.batch, args.heads, args.L, args.Dv};
+  TORCH_CHECK_VALUE(grad.sizes() == at::IntArrayRef(expected) && result.sizes() == grad.sizes() &&
+                        log_sums.numel() == args.batch * args.heads * args.L && log_sums.scalar_type() == compute_type(query) &&
+                        grad.scalar_type() == query.scalar_type() && result.scalar_type() == query.scalar_type(),
+                    "grad_out, out and lse must be as forward returned them");
+  const Tensor lse_grad = present(grad_lse) ? grad_lse->contiguous() : Tensor();
+  TORCH_CHECK_VALUE(
+      !lse_grad.defined() || (lse_grad.numel() == log_sums.numel() && lse_grad.scalar_type() == lse.scalar_type()),
+      "grad_lse must be like lse");
+  TORCH_CHECK_VALUE(!present(grad_weights) || grad_weights->scalar_type() == query.scalar_type(),
+                    "grad_weights must have the dtype of query");
+
+  AttentionDelta pass = {args};
+  Tensor weights_grad, delta = at::empty_like(log_sums);
+  pass.out = const_heads(result);
+  pass.grad_out = const_heads(grad);
+  pass.lse = log_sums.const_data_ptr();
+  pass.grad_lse = lse_grad.defined() ? lse_grad.const_data_ptr() : nullptr;
+  set_grad_weights(weights_grad, grad_weights, args, dtype_of(query), return_weights == "per_head", pass.grad_weights,
+                   pass.grad_weights_scale);
+  pass.delta = delta.mutable_data_ptr();
+  for_tasks(pass, args.batch * args.heads * blocks(args.L, kQueries), kernels().attention_delta[dtype]);
+
+  Tensor grad_query = empty_heads(query, args.batch, args.heads, args.L, args.D);
+  Tensor grad_key = empty_heads(key, args.batch, args.kv_heads, args.S, args.D);
+  Tensor grad_value = empty_heads(value, args.batch, args.kv_heads, args.S, args.Dv);
+  args.grad_out = const_heads(grad);
+  args.lse = log_sums.const_data_ptr();
+  args.delta = delta.const_data_ptr();
+  args.grad_weights = pass.grad_weights;
+  args.grad_weights_scale = pass.grad_weights_scale;
+  args.grad_query = heads(grad_query);
+  args.grad_key = heads(grad_key);
+  args.grad_value = heads(grad_value);
+  args.grad_query_parts = nullptr;
+  bias_grad = bias_grad && call.bias.defined();
+  const auto broadcasts = [&](int64_t dim) { return call.bias.dim() < dim || call.bias.size(call.bias.dim() - dim) == 1; };
+  const bool dense = bias_grad && !broadcasts(1) && !broadcasts(2);
+  args.batch_tasks = dense && broadcasts(4) ? std::min<int64_t>(args.batch, 1) : args.batch;
+  args.head_tasks = dense && broadcasts(3) ? 1 : args.kv_heads;
+  const int64_t tasks = args.batch_tasks * args.head_tasks;
+  args.chunks =
+      std::clamp<int64_t>(blocks(kTasks, std::max<int64_t>(tasks, 1)), 1, std::max<int64_t>(1, blocks(args.S, kBackwardKeys)));
+  Tensor sums, parts;
+  if (bias_grad) sums = bias_sums(call.bias, args, args.grad_bias);
+  if (args.chunks > 1) {
+    parts = at::empty({args.chunks, args.batch, args.heads, args.L, args.D}, log_sums.options());
+    args.grad_query_parts = parts.mutable_data_ptr();
+  }
+  for_tasks(args, tasks * args.chunks, kernels().attention_backward[dtype]);
+  if (args.chunks > 1) grad_query.copy_(parts.sum(0));
+  Tensor grad_bias = bias_grad ? bias_grad_of(sums, *bias, args) : at::empty({0}, query.options());
+  return {grad_query, grad_key, grad_value, grad_bias};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fast_transformer, CPU, m) {
+  m.impl("attention", attention);
+  m.impl("attention_backward", attention_backward);
+}
+
+}  // namespace ft

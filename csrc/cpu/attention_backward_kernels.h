@@ -1,0 +1,283 @@
+// Attention backward: weights again from the saved log-sum-exp, block by block (Dao et al. 2022, algorithm 4).
+//
+// With scores s, weights p = exp(s - lse), dropped weights w, and delta as attention_delta left it:
+//     dp = drop(grad_out value'),   ds = p (dp - delta),
+//     grad_value = w' grad_out,   grad_key = scale ds' query,   grad_query = scale ds key,   grad_bias = ds.
+// A task owns blocks of keys: it walks over the queries for each, keeps the gradients of key and value in float32 until the
+// end, and sums the gradient of query over its keys. Everything is transposed, [key][query], as in attention_tile.h.
+#pragma once
+
+#include "attention_tile.h"
+
+namespace ft {
+namespace FT_LEVEL {
+
+template <typename T>
+class BackwardTask {
+  using C = Compute<T>;
+  using E = Element<T>;
+  static constexpr int n = kLanes<C>, kPer = ElementOf<T>::per, kBlock = kBackwardKeys;
+  using OperandB = RowsOperand<T>;
+
+  const AttentionBackward& a_;
+  const int64_t padded_;  // queries, in whole blocks
+  TileRegisters registers_;
+  ScoreTile<T> tile_;
+  // Of one head's queries: operands over the head's size, [block](D, kQueries), and over queries, (L, D).
+  Buffer<E> query_t_, grad_out_t_, query_rows_, grad_out_rows_;
+  Buffer<C> offset_, delta_;
+  Buffer<C> grad_query_;             // [block](D, kQueries)
+  Buffer<C> grad_key_, grad_value_;  // (keys of the task, D)
+  Buffer<E> key_, value_;            // of one block of keys
+  Buffer<C> grad_weights_;           // blocks of scores from here on: dp, later ds
+  Buffer<C> grad_scores_, grad_bias_;
+  Buffer<T> weight_rows_, score_rows_;  // with pairs: w and ds as operands over queries, [key][query]
+  Buffer<E> score_pairs_;               // ... and ds over keys
+
+  int64_t block_count() const { return (a_.S + kBlock - 1) / kBlock; }
+  int64_t task_keys() const { return (block_count() + a_.chunks - 1) / a_.chunks * kBlock; }
+  static int64_t rows_padded(int64_t d) { return round_up(d, 16); }
+
+ public:
+  explicit BackwardTask(const AttentionBackward& a)
+      : a_(a),
+        padded_(round_up(a.L, kQueries)),
+        tile_(a, true),
+        query_t_(padded_ * depth<T>(a.D)),
+        grad_out_t_(padded_ * depth<T>(a.Dv)),
+        query_rows_(OperandB::scratch(a.L, a.D)),
+        grad_out_rows_(OperandB::scratch(a.L, a.Dv)),
+        offset_(padded_),
+        delta_(padded_),
+        grad_query_(padded_ * rows_padded(a.D)),
+        grad_key_(task_keys() * OperandB::columns(a.D)),
+        grad_value_(task_keys() * OperandB::columns(a.Dv)),
+        key_(Operand<T>::scratch(kBlock, a.D)),
+        value_(Operand<T>::scratch(kBlock, a.Dv)),
+        grad_weights_(a.grad_weights.data ? kBlock * kQueries : 0),
+        grad_scores_(kBlock * kQueries),
+        grad_bias_(a.grad_bias.data ? kBlock * kQueries : 0),
+        weight_rows_(kPaired<T> ? kBlock * kQueries : 0),
+        score_rows_(kPaired<T> ? kBlock * kQueries : 0),
+        score_pairs_(kPaired<T> ? kBlock / 2 * kQueries : 0) {}
+
+  void run(int64_t batch, int64_t kv_head, int64_t chunk) {
+    memset(grad_key_, 0, task_keys() * OperandB::columns(a_.D) * sizeof(C));
+    memset(grad_value_, 0, task_keys() * OperandB::columns(a_.Dv) * sizeof(C));
+    const int64_t group = a_.heads / a_.kv_heads;
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      run_head(batch, head, kv_head, chunk);
+      write_grad_query(batch, head, chunk);
+    }
+    for (int64_t block = chunk; block < block_count(); block += a_.chunks) {
+      const int64_t k = block * kBlock, local = block / a_.chunks * kBlock, keys = a_.S - k < kBlock ? a_.S - k : kBlock;
+      const Rows<T> grad_key = head_of<T>(a_.grad_key, batch, kv_head), grad_value = head_of<T>(a_.grad_value, batch, kv_head);
+      write_rows(grad_key_ + local * OperandB::columns(a_.D), {grad_key[k], grad_key.stride}, keys, a_.D, (C)a_.scale);
+      write_rows(grad_value_ + local * OperandB::columns(a_.Dv), {grad_value[k], grad_value.stride}, keys, a_.Dv,
+                 (C)a_.dropout.scale);
+    }
+  }
+
+ private:
+  void run_head(int64_t batch, int64_t head, int64_t kv_head, int64_t chunk) {
+    const Rows<const T> query = head_of<T>(a_.query, batch, head), grad_out = head_of<T>(a_.grad_out, batch, head);
+    const Rows<const T> key = head_of<T>(a_.key, batch, kv_head), value = head_of<T>(a_.value, batch, kv_head);
+    for (int64_t q = 0; q < a_.L; q += kQueries) {
+      const int64_t queries = a_.L - q < kQueries ? a_.L - q : kQueries;
+      transposed_operand<T>({query[q], query.stride}, queries, a_.D, query_t_ + q * depth<T>(a_.D));
+      transposed_operand<T>({grad_out[q], grad_out.stride}, queries, a_.Dv, grad_out_t_ + q * depth<T>(a_.Dv));
+    }
+    const OperandB query_rows(query, a_.L, a_.D, query_rows_), grad_out_rows(grad_out, a_.L, a_.Dv, grad_out_rows_);
+    const int64_t row = (batch * a_.heads + head) * a_.L;
+    weight_offsets<C>((const C*)a_.lse + row, a_.L, offset_);
+    memcpy(delta_, (const C*)a_.delta + row, a_.L * sizeof(C));
+    memset(delta_ + a_.L, 0, (padded_ - a_.L) * sizeof(C));
+    memset(grad_query_, 0, padded_ * rows_padded(a_.D) * sizeof(C));
+    tile_.at_head(batch, head);
+    for (int64_t block = chunk; block < block_count(); block += a_.chunks) {
+      const int64_t k = block * kBlock, local = block / a_.chunks * kBlock, keys = a_.S - k < kBlock ? a_.S - k : kBlock;
+      const Operand<T> key_a({key[k], key.stride}, keys, a_.D, key_, true, true);
+      const Operand<T> value_a({value[k], value.stride}, keys, a_.Dv, value_, true, false);
+      C* const grad_key = grad_key_ + local * OperandB::columns(a_.D);
+      C* const grad_value = grad_value_ + local * OperandB::columns(a_.Dv);
+      // Queries that may see one of these keys: key - last <= query <= key - first.
+      const int64_t begin = k - a_.last < 0 ? 0 : (k - a_.last) / kQueries * kQueries;
+      const int64_t end = k + keys - a_.first < a_.L ? k + keys - a_.first : a_.L;
+      for (int64_t q = begin; q < end; q += kQueries) {
+        if (!tile_.locate(q, a_.L - q < kQueries ? a_.L - q : kQueries, k, keys)) continue;
+        tile_.compute(query_t_ + q * depth<T>(a_.D), key_a.rows);
+        if (a_.grad_weights.data) load_scores<T>(a_.grad_weights, batch, head, q, tile_.queries, k, keys, grad_weights_);
+        for (int s = 0; s < tile_.strip_count;) {
+          const Strip run = tile_.merged(s);
+          multiply<false>(from_row(value_a.rows, run.begin), grad_out_t_ + q * depth<T>(a_.Dv) + run.first * n, kQueries,
+                          grad_scores_ + run.begin * kQueries + run.first * n, kQueries, run.keys(), (run.last - run.first) * n,
+                          depth<T>(a_.Dv), false);
+        }
+        for (int s = 0; s < tile_.strip_count; ++s) differentiate(tile_.strips[s]);
+        if (a_.grad_bias.data) add_grad_bias(batch, head, chunk);
+        for (int s = 0; s < tile_.strip_count;) {
+          const Strip run = tile_.merged(s);
+          const int64_t first = run.first * n, visible = run.last * n < tile_.queries ? run.last * n : tile_.queries;
+          const int64_t count = kPaired<T> ? (run.last - run.first) * n / 2 : visible - first;
+          multiply<false>(over_queries(weights(), run.begin, first), grad_out_rows[q + first], grad_out_rows.stride,
+                          grad_value + run.begin * OperandB::columns(a_.Dv), OperandB::columns(a_.Dv), run.keys(),
+                          OperandB::columns(a_.Dv), count, true);
+          multiply<false>(over_queries(score_grads(), run.begin, first), query_rows[q + first], query_rows.stride,
+                          grad_key + run.begin * OperandB::columns(a_.D), OperandB::columns(a_.D), run.keys(),
+                          OperandB::columns(a_.D), count, true);
+          multiply<!kPaired<T>>(
+              Matrix<E>{key_a.columns.data + run.begin / kPer * key_a.columns.column, key_a.columns.row, key_a.columns.column},
+              over_keys() + run.begin / kPer * kQueries + first, kQueries, grad_query_ + q * rows_padded(a_.D) + first,
+              kQueries, a_.D, (run.last - run.first) * n, (run.keys() + kPer - 1) / kPer, true);
+        }
+      }
+    }
+  }
+
+  static Matrix<E> from_row(Matrix<E> x, int64_t row) { return {x.data + row * x.row, x.row, x.column}; }
+
+  // A block [key][query] as an A whose k are the queries from `first` on.
+  template <typename X>
+  static Matrix<E> over_queries(const X* block, int64_t key, int64_t first) {
+    return {(const E*)(block + key * kQueries + first), kQueries / kPer, 1};
+  }
+
+  // w and ds after `differentiate`: in place, or with pairs as rows of T and, over the keys, as pairs.
+  auto weights() const {
+    if constexpr (kPaired<T>)
+      return (const T*)weight_rows_;
+    else
+      return (const C*)tile_.scores;
+  }
+  auto score_grads() const {
+    if constexpr (kPaired<T>)
+      return (const T*)score_rows_;
+    else
+      return (const C*)grad_scores_;
+  }
+  const E* over_keys() const {
+    if constexpr (kPaired<T>)
+      return score_pairs_;
+    else
+      return grad_scores_;
+  }
+
+  // Scores and dp of a strip to w and ds.
+  void differentiate(const Strip& strip) {
+    for_groups(strip.first, strip.last, [&](auto group, int v) {
+      constexpr int V = group.value;
+      const C factor = tile_.factor * (C)kLog2E, scale = (C)a_.dropout.scale, weights_scale = (C)a_.grad_weights_scale;
+      const auto* words = tile_.kept(strip);
+      const bool capped = a_.softcap != 0, weights_grad = a_.grad_weights.data, bias_grad = a_.grad_bias.data;
+      Vec<C> offset[V], delta[V];
+      Ints<C> kept[V];
+      for (int i = 0; i < V; ++i) {
+        offset[i] = load(offset_ + tile_.first_query + (v + i) * n);
+        delta[i] = load(delta_ + tile_.first_query + (v + i) * n);
+        if (words) memcpy(&kept[i], words + (v + i) * n, sizeof kept[i]);
+      }
+      C *const scores = tile_.scores, *const grads = grad_scores_;
+      const auto one = [&](int key, int i, Vec<C>& w, Vec<C>& ds) {
+        const int64_t at = key * kQueries + (v + i) * n;
+        const Vec<C> p = exp2(load(scores + at) * factor - offset[i]);
+        Vec<C> dp = load(grads + at);
+        w = p;
+        if (weights_grad) dp += load(grad_weights_ + at) * weights_scale;
+        if (words) {
+          const Ints<C> bit = Ints<C>{} + (int)(1u << (key - strip.begin));
+          w = select_bit<C>(kept[i], bit, w, Vec<C>{});
+          dp = select_bit<C>(kept[i], bit, dp * scale, Vec<C>{});
+        }
+        ds = p * (dp - delta[i]);
+        if (bias_grad) store(grad_bias_ + at, ds);
+        if (capped) ds *= load(tile_.slopes + at);
+      };
+      if constexpr (kPaired<T>) {
+#if defined(FT_AVX512_BF16)
+        for (int key = strip.begin; key < strip.begin + kStrip; key += 2)
+          for (int i = 0; i < V; ++i) {
+            const int64_t at = key * kQueries + (v + i) * n;
+            Vec<C> w[2] = {}, ds[2] = {};
+            for (int k = 0; k < 2 && key + k < strip.end; ++k) {
+              one(key + k, i, w[k], ds[k]);
+              store(weight_rows_ + at + k * kQueries, w[k]);
+              store(score_rows_ + at + k * kQueries, ds[k]);
+            }
+            store((float*)(Pair*)score_pairs_ + key / 2 * kQueries + (v + i) * n, pairs_of(ds[0], ds[1]));
+          }
+#endif
+      } else {
+        for (int key = strip.begin; key < strip.end; ++key)
+          for (int i = 0; i < V; ++i) {
+            const int64_t at = key * kQueries + (v + i) * n;
+            Vec<C> w, ds;
+            one(key, i, w, ds);
+            store(scores + at, w);
+            store(grads + at, ds);
+          }
+      }
+    });
+  }
+
+  // Adds the block's ds, before the softcap's derivative, to the sums of the bias.
+  void add_grad_bias(int64_t batch, int64_t head, int64_t chunk) {
+    const BiasGrad& g = a_.grad_bias;
+    const int64_t at =
+        batch * g.batch + head * g.head + chunk * g.chunk + tile_.first_key * g.key + tile_.first_query * g.query;
+    for (int s = 0; s < tile_.strip_count; ++s) {
+      const Strip& strip = tile_.strips[s];
+      for (int key = strip.begin; key < strip.end; ++key)
+        for (int v = strip.first; v < strip.last; ++v) {
+          const Vec<C> ds = load(grad_bias_ + key * kQueries + v * n);
+          if (g.dense()) {
+            C* sums = (C*)g.data + at + key * g.key + v * n;
+            store(sums, load(sums) + ds);
+          } else {
+            double* sums = (double*)g.data + at + key * g.key + v * n * g.query;
+            if (g.query == 0) {
+              *sums += sum<C>(ds);
+            } else {
+              for (int i = 0; i < n && v * n + i < tile_.queries; ++i) sums[i] += ds[i];
+            }
+          }
+        }
+    }
+  }
+
+  void write_grad_query(int64_t batch, int64_t head, int64_t chunk) {
+    for (int64_t q = 0; q < a_.L; q += kQueries) {
+      const int64_t queries = a_.L - q < kQueries ? a_.L - q : kQueries;
+      const C* sums = grad_query_ + q * rows_padded(a_.D);
+      const C scale = (C)a_.scale;
+      const auto column = [=](int64_t d, int64_t row) { return load(sums + d * kQueries + row) * scale; };
+      if (a_.grad_query_parts) {
+        C* part = (C*)a_.grad_query_parts + (((chunk * a_.batch + batch) * a_.heads + head) * a_.L + q) * a_.D;
+        transpose_back<C, C>(queries, a_.D, {part, a_.D}, column);
+      } else {
+        const Rows<T> out = head_of<T>(a_.grad_query, batch, head);
+        transpose_back<C, T>(queries, a_.D, {out[q], out.stride}, column);
+      }
+    }
+  }
+
+  static void write_rows(const C* sums, Rows<T> out, int64_t rows, int64_t d, C scale) {
+    for (int64_t r = 0; r < rows; ++r)
+      for_columns<C>(
+          d, [&](int64_t c, auto lanes) { lanes.store(out[r] + c, load(sums + r * OperandB::columns(d) + c) * scale); });
+  }
+};
+
+template <typename T>
+void attention_backward(const AttentionBackward& a, int64_t begin_task, int64_t end_task) {
+  BackwardTask<T> task(a);
+  const int64_t batches = a.batch / a.batch_tasks, heads = a.kv_heads / a.head_tasks;
+  for (int64_t i = begin_task; i < end_task; ++i) {
+    const int64_t chunk = i % a.chunks, head = i / a.chunks % a.head_tasks * heads;
+    const int64_t batch = i / a.chunks / a.head_tasks * batches;
+    for (int64_t b = batch; b < batch + batches; ++b)
+      for (int64_t h = head; h < head + heads; ++h) task.run(b, h, chunk);
+  }
+}
+
+}  // namespace FT_LEVEL
+}  // namespace ft

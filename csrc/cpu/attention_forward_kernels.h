@@ -1,0 +1,175 @@
+// Attention forward: the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) over blocks of keys.
+//
+// For a block of queries: running maximum m, sum l and unnormalised output, rescaled when a block of keys raises m. A task is
+// one key head with every chunks-th block of the queries it serves; key and value are laid out for the products once a task.
+#pragma once
+
+#include "attention_tile.h"
+
+namespace ft {
+namespace FT_LEVEL {
+
+template <typename T>
+class ForwardTask {
+  using C = Compute<T>;
+  using E = Element<T>;
+  static constexpr int n = kLanes<C>, kVectors = kQueries / n, kPer = ElementOf<T>::per;
+
+  const AttentionForward& a_;
+  TileRegisters registers_;
+  ScoreTile<T> tile_;
+  Buffer<E> query_;                  // (D, kQueries)
+  Buffer<C> output_;                 // (Dv, kQueries)
+  C top_[kQueries], sum_[kQueries];  // top: in units of ln 2, as the exponent of exp2
+
+ public:
+  explicit ForwardTask(const AttentionForward& a)
+      : a_(a), tile_(a, false), query_(depth<T>(a.D) * kQueries), output_(round_up(a.Dv, 16) * kQueries) {}
+
+  void run(int64_t batch, int64_t kv_head, int64_t chunk) {
+    int64_t begin, end;
+    ScoreTile<T>::key_range(a_, 0, a_.L, begin, end);
+    begin = begin / kKeys * kKeys;
+    const int64_t keys = end > begin ? end - begin : 0;
+    Buffer<E> key_scratch(Operand<T>::scratch(keys, a_.D)), value_scratch(Operand<T>::scratch(keys, a_.Dv));
+    const Rows<const T> key = head_of<T>(a_.key, batch, kv_head), value = head_of<T>(a_.value, batch, kv_head);
+    const Operand<T> keys_a({key[begin], key.stride}, keys, a_.D, key_scratch, true, false);
+    const Operand<T> values_a({value[begin], value.stride}, keys, a_.Dv, value_scratch, false, true);
+    const int64_t group = a_.heads / a_.kv_heads;
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      tile_.at_head(batch, head);
+      for (int64_t query = chunk * kQueries; query < a_.L; query += a_.chunks * kQueries)
+        block(batch, head, query, keys_a.rows, values_a.columns, begin);
+    }
+  }
+
+ private:
+  // One block of queries; key and value begin at the key `offset`.
+  void block(int64_t batch, int64_t head, int64_t query, Matrix<E> key, Matrix<E> value, int64_t offset) {
+    const int64_t queries = a_.L - query < kQueries ? a_.L - query : kQueries;
+    const Rows<const T> q = head_of<T>(a_.query, batch, head);
+    transposed_operand<T>({q[query], q.stride}, queries, a_.D, query_);
+    for (int i = 0; i < kQueries; ++i) {
+      top_[i] = -INFINITY;
+      sum_[i] = 0;
+    }
+    memset(output_, 0, round_up(a_.Dv, 16) * kQueries * sizeof(C));
+    int64_t first, end;
+    ScoreTile<T>::key_range(a_, query, queries, first, end);
+    for (int64_t k = first / kKeys * kKeys; k < end; k += kKeys) {
+      if (!tile_.locate(query, queries, k, end - k < kKeys ? end - k : kKeys)) continue;
+      tile_.compute(query_, {key.data + (k - offset) * key.row, key.row, key.column});
+      raise_top();
+      for (int s = 0; s < tile_.strip_count; ++s) weigh(tile_.strips[s]);
+      for (int s = 0; s < tile_.strip_count;) {
+        const Strip run = tile_.merged(s);
+        const E* weights = (const E*)(C*)tile_.scores + run.begin / kPer * kQueries + run.first * n;
+        multiply<!kPaired<T>>(Matrix<E>{value.data + (k - offset + run.begin) / kPer * value.column, value.row, value.column},
+                              weights, kQueries, output_ + run.first * n, kQueries, a_.Dv, (run.last - run.first) * n,
+                              (run.keys() + kPer - 1) / kPer, true);
+      }
+    }
+    finish(batch, head, query, queries);
+  }
+
+  // Raises the running maxima to the block's and rescales what was summed under the old ones.
+  void raise_top() {
+    C top[kQueries];
+    for (int v = 0; v < kVectors; ++v) store(top + v * n, splat<C>(-INFINITY));
+    for (int s = 0; s < tile_.strip_count; ++s) {
+      const Strip strip = tile_.strips[s];
+      for_groups(strip.first, strip.last, [&](auto group, int v) {
+        constexpr int V = group.value;
+        Vec<C> m[V];
+        for (int i = 0; i < V; ++i) m[i] = load(top + (v + i) * n);
+        const C* row = tile_.scores + strip.begin * kQueries + v * n;
+        for (int key = strip.begin; key < strip.end; ++key, row += kQueries)
+          for (int i = 0; i < V; ++i) m[i] = maximum<C>(m[i], load(row + i * n));
+        for (int i = 0; i < V; ++i) store(top + (v + i) * n, m[i]);
+      });
+    }
+    const C factor = tile_.factor * (C)kLog2E;
+    for (int v = 0; v < kVectors; ++v) {
+      const Vec<C> before = load(top_ + v * n), after = maximum<C>(before, load(top + v * n) * factor);
+      const Ints<C> raised = after > before;
+      bool any = false;
+      for (int i = 0; i < n; ++i) any |= raised[i] != 0;
+      if (!any) continue;
+      const Vec<C> shrink = raised ? exp2(before - after) : splat<C>(1);  // never -inf - -inf in a raised lane
+      store(top_ + v * n, after);
+      store(sum_ + v * n, load(sum_ + v * n) * shrink);
+      for (int64_t d = 0; d < a_.Dv; ++d) {
+        C* out = output_ + d * kQueries + v * n;
+        store(out, load(out) * shrink);
+      }
+    }
+  }
+
+  // Scores to weights exp(score - top), in place, summed; those that dropout drops count in the sum only.
+  void weigh(const Strip& strip) {
+    for_groups(strip.first, strip.last, [&](auto group, int v) {
+      constexpr int V = group.value;
+      Vec<C> top[V], sum[V];
+      Ints<C> kept[V];
+      const auto* words = tile_.kept(strip);
+      const C factor = tile_.factor * (C)kLog2E;
+      for (int i = 0; i < V; ++i) {
+        const Vec<C> m = load(top_ + (v + i) * n);
+        top[i] = m == -INFINITY ? Vec<C>{} : m;
+        sum[i] = load(sum_ + (v + i) * n);
+        if (words) memcpy(&kept[i], words + (v + i) * n, sizeof kept[i]);
+      }
+      C* row = tile_.scores + strip.begin * kQueries + v * n;
+      const auto weight = [&](int key, int i, const C* scores) {
+        const Vec<C> w = exp2(load(scores + i * n) * factor - top[i]);
+        sum[i] += w;
+        return words ? select_bit<C>(kept[i], Ints<C>{} + (int)(1u << (key - strip.begin)), w, Vec<C>{}) : w;
+      };
+      if constexpr (kPaired<T>) {
+#if defined(FT_AVX512_BF16)
+        C* out = tile_.scores + strip.begin / 2 * kQueries + v * n;
+        for (int key = strip.begin; key < strip.begin + kStrip; key += 2, row += 2 * kQueries, out += kQueries)
+          for (int i = 0; i < V; ++i) {
+            const Vec<C> low = key < strip.end ? weight(key, i, row) : Vec<C>{};
+            const Vec<C> high = key + 1 < strip.end ? weight(key + 1, i, row + kQueries) : Vec<C>{};
+            store(out + i * n, pairs_of(low, high));
+          }
+#endif
+      } else {
+        for (int key = strip.begin; key < strip.end; ++key, row += kQueries)
+          for (int i = 0; i < V; ++i) store(row + i * n, weight(key, i, row));
+      }
+      for (int i = 0; i < V; ++i) store(sum_ + (v + i) * n, sum[i]);
+    });
+  }
+
+  void finish(int64_t batch, int64_t head, int64_t query, int64_t queries) {
+    C scale[kQueries];
+    for (int v = 0; v * n < queries; ++v) {
+      const Vec<C> sum = load(sum_ + v * n), top = load(top_ + v * n);
+      const Ints<C> blind = sum == 0;
+      store(scale + v * n, blind ? Vec<C>{} : (C)a_.dropout.scale / sum);
+      const Vec<C> rest = blind ? Vec<C>{} : FT_LEVEL::log(sum);
+      const int64_t rows = a_.batch * a_.heads * a_.L, at = (batch * a_.heads + head) * a_.L + query + v * n;
+      const int64_t count = queries - v * n < n ? queries - v * n : n;
+      if (a_.lse) Tail{count}.store((C*)a_.lse + at, blind ? splat<C>(-INFINITY) : top * (C)kLn2 + rest);
+      if (a_.exponents) {
+        Tail{count}.store((C*)a_.exponents + at, blind ? splat<C>(INFINITY) : top);
+        Tail{count}.store((C*)a_.exponents + rows + at, rest * (C)kLog2E);
+      }
+    }
+    const Rows<T> out = head_of<T>(a_.out, batch, head);
+    transpose_back<C, T>(queries, a_.Dv, {out[query], out.stride}, [&](int64_t column, int64_t row) {
+      return load(output_ + column * kQueries + row) * load(scale + row);
+    });
+  }
+};
+
+template <typename T>
+void attention_forward(const AttentionForward& a, int64_t begin_task, int64_t end_task) {
+  ForwardTask<T> task(a);
+  for (int64_t i = begin_task; i < end_task; ++i) task.run(i / a.chunks / a.kv_heads, i / a.chunks % a.kv_heads, i % a.chunks);
+}
+
+}  // namespace FT_LEVEL
+}  // namespace ft

@@ -1,0 +1,539 @@
+// What the attention kernels share: operands laid out for matmul_simd.h, and the scores of one block of queries and keys.
+//
+// Scores are kept transposed, a row for each key, with the queries side by side in vectors: maxima and sums over keys are
+// then plain vector operations, and the block is at once the B of the product with value. Everything a call may ask of the
+// scores (scale, softcap, bias, mask, band of visible keys) is done here, once for forward, backward and the weights.
+#pragma once
+
+#include "matmul_simd.h"
+#include "philox_simd.h"
+#include "simd_math.h"
+
+namespace ft {
+namespace FT_LEVEL {
+
+constexpr int kStrip = 32;  // keys that share a range of queries, and a word of bits
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// The elements that products of T are made of, and how many T lie in one.
+template <typename T>
+struct ElementOf {
+  using type = Compute<T>;
+  static constexpr int per = 1;
+};
+#if defined(FT_AVX512_BF16)
+template <>
+struct ElementOf<bfloat16> {
+  using type = Pair;
+  static constexpr int per = 2;
+};
+#endif
+template <typename T>
+using Element = typename ElementOf<T>::type;
+template <typename T>
+constexpr bool kPaired = ElementOf<T>::per == 2;
+
+// A head of a tensor: rows of T.
+template <typename T>
+struct Rows {
+  T* data;
+  int64_t stride;
+  T* operator[](int64_t i) const { return data + i * stride; }
+};
+template <typename T>
+inline Rows<const T> head_of(const ConstHeads& x, int64_t batch, int64_t head) {
+  return {(const T*)x.data + batch * x.batch + head * x.head, x.row};
+}
+template <typename T>
+inline Rows<T> head_of(const Heads& x, int64_t batch, int64_t head) {
+  return {(T*)x.data + batch * x.batch + head * x.head, x.row};
+}
+
+// Transposes by squares: out[c][r] = load(r, c .. c + lanes)[lane], zero past `rows` up to a whole square.
+template <typename C, typename Load>
+inline void transpose_rows(int64_t rows, int64_t columns, C* out, int64_t out_stride, Load load) {
+  constexpr int n = kLanes<C>;
+  for (int64_t r = 0; r < rows; r += n)
+    for_columns<C>(columns, [&](int64_t c, auto lanes) {
+      Vec<C> square[n];
+      for (int i = 0; i < n; ++i) square[i] = r + i < rows ? load(r + i, c, lanes) : Vec<C>{};
+      transpose<C>(square);
+      for (int i = 0; i < n && c + i < columns; ++i) store(out + (c + i) * out_stride + r, square[i]);
+    });
+}
+
+// The other way: row r of `out` (T) gets lane r of load(c, first lane) for every column c.
+template <typename C, typename T, typename Load>
+inline void transpose_back(int64_t rows, int64_t columns, Rows<T> out, Load load_column) {
+  constexpr int n = kLanes<C>;
+  for (int64_t r = 0; r < rows; r += n)
+    for_columns<C>(columns, [&](int64_t c, auto lanes) {
+      Vec<C> square[n];
+      for (int i = 0; i < n; ++i) square[i] = c + i < columns ? load_column(c + i, r) : Vec<C>{};
+      transpose<C>(square);
+      for (int i = 0; i < n && r + i < rows; ++i) lanes.store(out[r + i] + c, square[i]);
+    });
+}
+
+// x (rows, d) as the B of a product over d: (d, kQueries) for each block of kQueries rows. With pairs d is padded by zeros to
+// a multiple of 32.
+template <typename T>
+inline int64_t depth(int64_t d) {
+  return kPaired<T> ? round_up(d, 32) / 2 : d;
+}
+
+template <typename T>
+inline void transposed_operand(Rows<const T> x, int64_t rows, int64_t d, Element<T>* out) {
+  using C = Compute<T>;
+  if constexpr (kPaired<T>) {
+    float* words = (float*)out;  // a pair moves as one word
+    transpose_rows<float>(rows, (d + 1) / 2, words, kQueries, [&](int64_t r, int64_t c, auto) {
+      bfloat16 pairs[2 * kLanes<float>] = {};
+      const int64_t left = d - 2 * c;
+      memcpy(pairs, x[r] + 2 * c, (left < 2 * kLanes<float> ? left : 2 * kLanes<float>)*sizeof(bfloat16));
+      Vec<float> v;
+      memcpy(&v, pairs, sizeof v);
+      return v;
+    });
+    for (int64_t i = (d + 1) / 2; i < depth<T>(d); ++i) memset(out + i * kQueries, 0, kQueries * sizeof(Pair));
+  } else {
+    transpose_rows<C>(rows, d, out, kQueries, [&](int64_t r, int64_t c, auto lanes) { return lanes.load(x[r] + c); });
+  }
+  for (int64_t r = round_up(rows, kLanes<C>); r < kQueries; r += kLanes<C>)
+    for (int64_t i = 0; i < depth<T>(d); ++i) memset((C*)out + i * kQueries + r, 0, sizeof(Vec<C>));
+}
+
+// x (n, d) as an A whose rows are x's rows, or (`columns`) x's columns, from one copy in scratch memory or none.
+template <typename T>
+struct Operand {
+  using E = Element<T>;
+  Matrix<E> rows, columns;
+
+  static int64_t scratch(int64_t n, int64_t d) {
+    if constexpr (kPaired<T>) return round_up(n, kStrip) * round_up(d, 32);  // rows and columns, each half of that
+    return sizeof(T) == sizeof(E) ? 0 : n * d + kLanes<E>;
+  }
+
+  Operand(Rows<const T> x, int64_t n, int64_t d, E* scratch, bool want_rows, bool want_columns) {
+    if constexpr (kPaired<T>) {
+      if (want_rows) pack_rows(x, n, d, scratch);
+      if (want_columns) pack_columns(x, n, d, scratch + round_up(n, kStrip) * depth<T>(d));
+    } else if constexpr (sizeof(T) == sizeof(E)) {
+      rows = {x.data, x.stride, 1};
+      columns = {x.data, 1, x.stride};
+    } else {
+      for (int64_t i = 0; i < n; ++i)
+        for_columns<E>(d, [&](int64_t c, auto lanes) { lanes.store(scratch + i * d + c, lanes.load(x[i] + c)); });
+      rows = {scratch, d, 1};
+      columns = {scratch, 1, d};
+    }
+  }
+
+ private:
+#if defined(FT_AVX512_BF16)
+  void pack_rows(Rows<const T> x, int64_t n, int64_t d, Pair* out) {
+    const int64_t pitch = depth<T>(d);
+    for (int64_t i = 0; i < round_up(n, kStrip); ++i) {
+      T* row = (T*)(out + i * pitch);
+      const int64_t filled = i < n ? d : 0;
+      if (filled) memcpy(row, x[i], d * sizeof(T));
+      memset(row + filled, 0, (2 * pitch - filled) * sizeof(T));
+    }
+    rows = {out, pitch, 1};
+  }
+
+  void pack_columns(Rows<const T> x, int64_t n, int64_t d, Pair* out) {
+    constexpr int lanes = kLanes<float>;
+    const int64_t pitch = round_up(n, kStrip) / 2, padded = 2 * depth<T>(d);
+    T* y = (T*)out;
+    for (int64_t i = 0; i < 2 * pitch; i += lanes)
+      for (int64_t c = 0; c < padded; c += 2 * lanes) {
+        Vec<float> square[lanes];
+        const int64_t left = d - c < 0 ? 0 : d - c;
+        for (int k = 0; k < lanes; ++k) {
+          square[k] = Vec<float>{};
+          if (i + k < n) memcpy(&square[k], x[i + k] + c, (left < 2 * lanes ? left : 2 * lanes) * sizeof(T));
+        }
+        transpose<float>(square);
+        for (int k = 0; k < lanes; ++k) {
+          const Ints<float> words = (Ints<float>)square[k];
+          const auto low = __builtin_convertvector(words & 0xFFFF, VecOf<float>::shorts);
+          const auto high = __builtin_convertvector((words >> 16) & 0xFFFF, VecOf<float>::shorts);
+          memcpy(y + (c + 2 * k) * 2 * pitch + i, &low, sizeof low);
+          memcpy(y + (c + 2 * k + 1) * 2 * pitch + i, &high, sizeof high);
+        }
+      }
+    columns = {out, pitch, 1};
+  }
+#endif
+};
+
+// x (n, d) as the B of a product over its rows: (n, columns), columns padded by zeros. Only with pairs are the rows padded,
+// to whole blocks. In scratch memory, or in place.
+template <typename T>
+struct RowsOperand {
+  using E = Element<T>;
+  static constexpr int lanes = kLanes<Compute<T>>;
+  const E* data;
+  int64_t stride;
+
+  static int64_t columns(int64_t d) { return round_up(d, lanes); }
+  static bool in_place(int64_t d) { return sizeof(T) == sizeof(E) && !kPaired<T> && d % lanes == 0; }
+  static int64_t scratch(int64_t n, int64_t d) {
+    return in_place(d) ? 0 : round_up(n, kQueries) / ElementOf<T>::per * columns(d);
+  }
+
+  RowsOperand(Rows<const T> x, int64_t n, int64_t d, E* scratch) {
+    if (in_place(d)) {
+      data = (const E*)x.data;
+      stride = x.stride;
+      return;
+    }
+    data = scratch;
+    stride = columns(d);
+    if constexpr (kPaired<T>) {
+      for (int64_t i = 0; i < round_up(n, kQueries); i += 2, scratch += stride)
+        for_columns<float>(d, [&](int64_t c, auto part) {
+          const Ints<float> low = i < n ? (Ints<float>)part.load(x[i] + c) : Ints<float>{};
+          const Ints<float> high = i + 1 < n ? (Ints<float>)part.load(x[i + 1] + c) : Ints<float>{};
+          store((float*)scratch + c, (Vec<float>)(((low >> 16) & 0xFFFF) | high));
+        });
+    } else {
+      for (int64_t i = 0; i < n; ++i, scratch += stride)
+        for_columns<E>(d, [&](int64_t c, auto part) { store(scratch + c, part.load(x[i] + c)); });
+    }
+  }
+
+  const E* operator[](int64_t i) const { return data + i / ElementOf<T>::per * stride; }
+};
+
+// Rows j and j + 1 of a transposed block as pairs along the keys.
+#if defined(FT_AVX512_BF16)
+inline Vec<float> pairs_of(Vec<float> low, Vec<float> high) {
+  alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  return (Vec<float>)_mm512_permutexvar_epi16(_mm512_load_si512(order), both);
+}
+#endif
+
+// The lanes of v whose word has the bit set, else those of `other`.
+template <typename C>
+inline Vec<C> select_bit(Ints<C> words, Ints<C> bit, Vec<C> v, Vec<C> other) {
+#if defined(FT_AVX512)
+  if constexpr (sizeof(C) == 4)
+    return (Vec<C>)_mm512_mask_mov_ps((__m512)other, _mm512_test_epi32_mask((__m512i)words, (__m512i)bit), (__m512)v);
+  else
+    return (Vec<C>)_mm512_mask_mov_pd((__m512d)other, _mm512_test_epi64_mask((__m512i)words, (__m512i)bit), (__m512d)v);
+#else
+  return (words & bit) != 0 ? v : other;
+#endif
+}
+
+// A bit for each of up to 32 bytes, set where the byte is not 0.
+inline uint32_t nonzero_bits(const uint8_t* bytes, int64_t count) {
+#if defined(FT_AVX512) || defined(FT_AVX2)
+  uint8_t buffer[32] = {};
+  memcpy(buffer, bytes, count);
+  const __m256i zero = _mm256_cmpeq_epi8(_mm256_loadu_si256((const __m256i*)buffer), _mm256_setzero_si256());
+  return ~(uint32_t)_mm256_movemask_epi8(zero);
+#else
+  uint32_t bits = 0;
+  for (int64_t i = 0; i < count; ++i) bits |= (uint32_t)(bytes[i] != 0) << i;
+  return bits;
+#endif
+}
+
+// body(V, first vector) for a range of vectors in groups of V = 4, 2 or 1, V known when compiling.
+template <int n>
+struct Count {
+  static constexpr int value = n;
+};
+template <typename Body>
+inline void for_groups(int begin, int end, Body body) {
+  for (; begin + 4 <= end; begin += 4) body(Count<4>(), begin);
+  if (begin + 2 <= end) {
+    body(Count<2>(), begin);
+    begin += 2;
+  }
+  if (begin < end) body(Count<1>(), begin);
+}
+
+// A block of a tensor that broadcasts to the scores, transposed into `out`, [key][query]. T or the compute type.
+template <typename T, typename Source>
+inline void load_block(const Source* x, const Scores& s, int64_t queries, int64_t keys, Compute<T>* out) {
+  using C = Compute<T>;
+  constexpr int n = kLanes<C>;
+  const int64_t padded = round_up(queries, 2 * n) < kQueries ? round_up(queries, 2 * n) : kQueries;
+  if (s.query != 0 && s.key != 0) {
+    transpose_rows<C>(queries, keys, out, kQueries,
+                      [&](int64_t r, int64_t c, auto lanes) { return lanes.load(x + r * s.query + c); });
+    for (int64_t r = round_up(queries, n); r < padded; r += n)
+      for (int64_t key = 0; key < keys; ++key) store(out + key * kQueries + r, Vec<C>{});
+    return;
+  }
+  C column[kQueries] = {};  // constant along the keys, or along the queries
+  for (int64_t r = 0; r < queries; ++r) column[r] = Tail{1}.load(x + r * s.query)[0];
+  for (int64_t key = 0; key < keys; ++key) {
+    const Vec<C> all = splat<C>(Tail{1}.load(x + key * s.key)[0]);
+    for (int64_t r = 0; r < padded; r += n) store(out + key * kQueries + r, s.query ? load(column + r) : all);
+  }
+}
+
+template <typename T>
+inline void load_scores(const Scores& s, int64_t batch, int64_t head, int64_t query, int64_t queries, int64_t key, int64_t keys,
+                        Compute<T>* out) {
+  const int64_t at = batch * s.batch + head * s.head + query * s.query + key * s.key;
+  if (s.dtype == DType::f32 && sizeof(Compute<T>) == sizeof(float))
+    load_block<T>((const Compute<T>*)s.data + at, s, queries, keys, out);
+  else
+    load_block<T>((const T*)s.data + at, s, queries, keys, out);
+}
+
+// For `count` queries what to subtract from the exponents of their weights, padded to whole blocks by +inf; +inf too where a
+// query sees nothing, so that its weights are 0.
+template <typename C>
+inline void weight_offsets(const C* lse, int64_t count, C* offsets) {
+  for (int64_t i = 0; i < round_up(count, kQueries); ++i)
+    offsets[i] = i < count && lse[i] != -INFINITY ? lse[i] * (C)kLog2E : (C)INFINITY;
+}
+
+// Keys [begin, end) of a block, and the vectors of queries [first, last) that see one of them.
+struct Strip {
+  int begin, end, first, last;
+  bool masked;  // some of them do not
+  int keys() const { return end - begin; }
+};
+
+// A block of scores, [key][query], and what goes with it.
+template <typename T>
+class ScoreTile {
+ public:
+  using C = Compute<T>;
+  using E = Element<T>;
+  using Word = decltype(Ints<C>{}[0] + 0);
+  static constexpr int n = kLanes<C>;
+  static constexpr int kVectors = kQueries / n;
+
+  Buffer<C> scores, slopes;  // slopes: derivative of the softcap
+  C factor;                  // what is left to multiply `scores` by
+  Strip strips[kKeys / kStrip];
+  int strip_count;
+  int64_t first_query, queries, first_key, keys;
+
+  ScoreTile(const AttentionProblem& problem, bool derivative)
+      : scores(kKeys * kQueries),
+        slopes(derivative && problem.softcap != 0 ? kKeys * kQueries : 0),
+        problem_(problem),
+        derivative_(derivative),
+        bias_(problem.bias.data ? kKeys * kQueries : 0),
+        visible_(kKeys / kStrip * kQueries),
+        kept_(problem.dropout.on() ? kKeys / kStrip * kQueries : 0) {}
+
+  void at_head(int64_t batch, int64_t head) {
+    batch_ = batch;
+    head_ = head;
+  }
+
+  // Keys that some query of [begin, begin + rows) may see by its position.
+  static void key_range(const AttentionProblem& p, int64_t begin, int64_t rows, int64_t& first, int64_t& end) {
+    first = begin + p.first < 0 ? 0 : begin + p.first;
+    end = begin + rows + p.last > p.S ? p.S : begin + rows + p.last;
+  }
+
+  // Goes to a block; false if no query there sees a key.
+  bool locate(int64_t query, int64_t query_count, int64_t key, int64_t key_count) {
+    first_query = query;
+    queries = query_count;
+    first_key = key;
+    keys = key_count;
+    if (!find_visible()) return false;
+    if (problem_.bias.data && !load_bias()) return false;
+    if (problem_.dropout.on()) draw();
+    return true;
+  }
+
+  // The scores, from query as a transposed operand and key from the block's first row on.
+  void compute(const E* query, Matrix<E> key) {
+    for (int s = 0; s < strip_count;) {
+      const Strip run = merged(s);
+      multiply<false>(Matrix<E>{key.data + run.begin * key.row, key.row, key.column}, query + run.first * n, kQueries,
+                      scores + run.begin * kQueries + run.first * n, kQueries, run.keys(), (run.last - run.first) * n,
+                      depth<T>(problem_.D), false);
+    }
+    factor = (C)problem_.scale;
+    const bool finished = problem_.softcap != 0 || problem_.bias.data || !(factor > 0);
+    for (int s = 0; s < strip_count; ++s)
+      if (finished || strips[s].masked) finish(strips[s], finished);
+    if (finished) factor = 1;
+  }
+
+  // The next strips that have one range of queries, as one; s moves past them.
+  Strip merged(int& s) const {
+    Strip run = strips[s++];
+    for (; s < strip_count && strips[s].begin == run.end && strips[s].first == run.first && strips[s].last == run.last; ++s)
+      run.end = strips[s].end;
+    return run;
+  }
+
+  // Words of a strip's dropout decisions, a bit for each key.
+  const Word* kept(const Strip& strip) const {
+    return problem_.dropout.on() ? kept_ + strip.begin / kStrip * kQueries : nullptr;
+  }
+
+ private:
+  static constexpr int kStep = kPaired<T> ? 2 : 1;  // pairs of queries come in 32
+  static constexpr int kWords = kKeys / kStrip;
+
+  const AttentionProblem& problem_;
+  bool derivative_, masked_;
+  int64_t batch_, head_;
+  Buffer<C> bias_;
+  Buffer<Word> visible_, kept_;  // [strip][query], a bit for each key
+
+  int vectors() const { return (int)round_up((queries + n - 1) / n, kStep); }
+
+  // Which keys each query sees, and the strips to work on: those in which a query sees one.
+  bool find_visible() {
+    const AttentionProblem& p = problem_;
+    const bool within = first_key >= first_query + queries - 1 + p.first && first_key + keys - 1 <= first_query + p.last;
+    masked_ = p.mask.data || !within;
+    if (masked_) {
+      band_words();
+      if (p.mask.data) mask_words();
+    }
+    strip_count = 0;
+    for (int w = 0; w * kStrip < keys; ++w) {
+      Strip strip = {w * kStrip, keys - w * kStrip < kStrip ? (int)keys : (w + 1) * kStrip, 0, vectors(), false};
+      if (masked_) {
+        const int64_t first = first_key + strip.begin - p.last - first_query;  // the queries that see this far
+        const int64_t last = first_key + strip.end - 1 - p.first - first_query;
+        if (last < 0 || first >= queries) continue;
+        if (first > 0) strip.first = (int)(first / n / kStep * kStep);
+        if (last + 1 < queries) strip.last = (int)round_up(last / n + 1, kStep);
+        const Word full = (Word)(uint32_t)bits_below(strip.keys());
+        Ints<C> any = {}, all = Ints<C>{} + full;
+        for (int v = strip.first; v < strip.last; ++v) {
+          any |= words(w, v);
+          all &= words(w, v) | ~inside(v);
+        }
+        Word seen = 0, everywhere = full;
+        for (int i = 0; i < n; ++i) {
+          seen |= any[i];
+          everywhere &= all[i];
+        }
+        if (seen == 0) continue;
+        strip.masked = everywhere != full;
+      }
+      strips[strip_count++] = strip;
+    }
+    return strip_count > 0;
+  }
+
+  static uint32_t bits_below(int64_t count) { return count <= 0 ? 0 : count >= kStrip ? ~0u : (1u << count) - 1; }
+
+  Ints<C> words(int w, int v) const {
+    Ints<C> x;
+    memcpy(&x, visible_ + w * kQueries + v * n, sizeof x);
+    return x;
+  }
+
+  // All bits in the lanes that hold a query.
+  Ints<C> inside(int v) const {
+    Ints<C> lane;
+    for (int i = 0; i < n; ++i) lane[i] = v * n + i;
+    return lane < (Word)queries;
+  }
+
+  // visible_ by position: in query's word w the bits of the keys `begin` to `end` - 1, counted from the word's first key.
+  void band_words() {
+    const AttentionProblem& p = problem_;
+    Ints<C> lane;
+    for (int i = 0; i < n; ++i) lane[i] = i;
+    const auto below = [](Ints<C> count) {  // a word of so many bits
+      count = count < 0 ? Ints<C>{} : count;
+      const Ints<C> bits = (Ints<C>{} + 1) << (count & (kStrip - 1));
+      return count >= kStrip ? Ints<C>{} - 1 : bits - 1;
+    };
+    for (int w = 0; w * kStrip < keys; ++w)
+      for (int v = 0; v < vectors(); ++v) {
+        const int64_t offset = first_query + v * n - first_key - w * kStrip;
+        Ints<C> bits = below(lane + (Word)(offset + p.last + 1)) & ~below(lane + (Word)(offset + p.first));
+        bits &= Ints<C>{} + (Word)bits_below(keys - w * kStrip);
+        bits &= inside(v);
+        memcpy(visible_ + w * kQueries + v * n, &bits, sizeof bits);
+      }
+  }
+
+  // ... and by the mask.
+  void mask_words() {
+    const Scores& mask = problem_.mask;
+    const uint8_t* row =
+        (const uint8_t*)mask.data + batch_ * mask.batch + head_ * mask.head + first_query * mask.query + first_key * mask.key;
+    uint32_t bits[kWords];
+    for (int64_t q = 0; q < queries; ++q, row += mask.query)
+      for (int w = 0; w * kStrip < keys; ++w) {
+        const int64_t count = keys - w * kStrip < kStrip ? keys - w * kStrip : kStrip;
+        if (q == 0 || mask.query != 0) bits[w] = mask.key ? nonzero_bits(row + w * kStrip, count) : *row ? ~0u : 0;
+        visible_[w * kQueries + q] &= (Word)bits[w];
+      }
+  }
+
+  // Reads the bias of the block; false if it is -inf everywhere.
+  bool load_bias() {
+    const Scores& bias = problem_.bias;
+    load_scores<T>(bias, batch_, head_, first_query, queries, first_key, keys, bias_);
+    Vec<C> top = splat<C>(-INFINITY);
+    for (int64_t key = 0; key < keys; ++key)
+      for (int v = 0; v * n < queries; ++v) {
+        const Vec<C> x = load(bias_ + key * kQueries + v * n);
+        top = x <= top ? top : x;  // a NaN stays
+      }
+    for (int i = 0; i < n; ++i)
+      if (!(top[i] == -INFINITY)) return true;
+    return false;
+  }
+
+  void draw() {
+    const AttentionProblem& p = problem_;
+    uint32_t words[kWords + kKeepStride];
+    for (int64_t q = 0; q < kQueries; ++q) {
+      const uint64_t row = (batch_ * p.heads + head_) * p.L + first_query + q;
+      if (q < queries) draw_keep_bits(p.dropout, row, (uint32_t)(first_key / 8), keep_words(keys), words);
+      for (int w = 0; w < kWords; ++w) kept_[w * kQueries + q] = q < queries && w * kStrip < keys ? (Word)words[w] : 0;
+    }
+  }
+
+  // Scales, caps and adds the bias, if `whole`; hides what the mask hides.
+  void finish(const Strip& strip, bool whole) {
+    const C scale = (C)problem_.scale, cap = (C)problem_.softcap, per_cap = (C)(problem_.scale / problem_.softcap);
+    const Vec<C> hidden = splat<C>(-INFINITY);
+    const bool has_bias = problem_.bias.data;
+    for_groups(strip.first, strip.last, [&](auto group, int v) {
+      constexpr int V = group.value;
+      Ints<C> visible[V];
+      for (int i = 0; i < V; ++i) visible[i] = strip.masked ? words(strip.begin / kStrip, v + i) : Ints<C>{};
+      for (int key = strip.begin; key < strip.end; ++key) {
+        const Ints<C> bit = Ints<C>{} + (Word)(1u << (key - strip.begin));
+        for (int i = 0; i < V; ++i) {
+          const int64_t at = key * kQueries + (v + i) * n;
+          Vec<C> s = load(scores + at);
+          if (cap != 0) {
+            const Vec<C> t = tanh(s * per_cap);
+            s = t * cap;
+            if (derivative_) store(slopes + at, 1 - t * t);
+          } else if (whole) {
+            s *= scale;
+          }
+          if (has_bias) s += load(bias_ + at);
+          if (strip.masked) s = select_bit<C>(visible[i], bit, s, hidden);
+          store(scores + at, s);
+        }
+      }
+    });
+  }
+};
+
+}  // namespace FT_LEVEL
+}  // namespace ft
