@@ -18,6 +18,7 @@ using at::Tensor;
 using Text = std::optional<std::string>;
 
 constexpr int64_t kLeastWork = 1 << 18;  // multiplications that are worth another thread
+constexpr int64_t kFewQueries = 4;       // up to which attention_rows is the faster forward
 constexpr int64_t kTasks = 16;           // of a backward pass at least; a constant, so that sums are cut alike for any threads
 
 int64_t blocks(int64_t length, int64_t block) { return (length + block - 1) / block; }
@@ -113,11 +114,14 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   args.lse = with_lse ? lse.mutable_data_ptr() : nullptr;
   args.exponents = return_weights ? exponents.mutable_data_ptr() : nullptr;
   const int64_t kv_heads = args.batch * args.kv_heads;
-  args.chunks = 1;
-  if (kv_heads < 4 * at::get_num_threads() && kv_heads > 0)
+  if (args.L <= kFewQueries && !return_weights) {
+    args.chunks = 1;
+    for_tasks(args, kv_heads, kernels().attention_rows[dtype]);
+  } else {
     args.chunks =
-        std::clamp<int64_t>(blocks(4 * at::get_num_threads(), kv_heads), 1, std::max<int64_t>(1, blocks(args.L, kQueries)));
-  for_tasks(args, kv_heads * args.chunks, kernels().attention_forward[dtype]);
+        std::clamp<int64_t>(blocks(4 * at::get_num_threads(), std::max<int64_t>(kv_heads, 1)), 1, blocks(args.L, kQueries));
+    for_tasks(args, kv_heads * args.chunks, kernels().attention_forward[dtype]);
+  }
   if (return_weights) {
     weights = per_head ? empty({args.batch, args.heads, args.L, args.S}, query.options())
                        : empty({args.batch, args.L, args.S}, query.options());
@@ -131,14 +135,12 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
 Tensor bias_sums(const Tensor& bias, const AttentionBackward& args, BiasGrad& g) {
   const auto size = [&](int64_t dim) { return dim < bias.dim() ? bias.size(bias.dim() - 1 - dim) : 1; };
   const bool keys = size(0) != 1, queries = size(1) != 1;
-  const int64_t rows = keys ? args.S : 1, columns = queries ? args.L : 1;
+  const int64_t rows = queries ? args.L : 1, columns = keys ? args.S : 1;
   Tensor sums;
-  g.key = keys ? columns : 0;
-  g.query = queries ? 1 : 0;
+  g.query = queries ? columns : 0;
+  g.key = keys ? 1 : 0;
   if (g.dense()) {
-    g.key = blocks(args.L, kQueries) * kQueries;
-    sums = at::zeros({size(3), size(2), rows, g.key},
-                     bias.options().dtype(bias.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+    sums = empty({size(3), size(2), rows, columns}, bias.options().dtype(compute_type(bias))).zero_();
     if (size(3) != 1) g.batch = sums.stride(0);
     if (size(2) != 1) g.head = sums.stride(1);
   } else {
@@ -152,8 +154,8 @@ Tensor bias_sums(const Tensor& bias, const AttentionBackward& args, BiasGrad& g)
 }
 
 Tensor bias_grad_of(const Tensor& sums, const Tensor& bias, const AttentionBackward& args) {
-  const Tensor total = args.grad_bias.dense() ? sums.narrow(3, 0, args.L) : sums.sum(2);
-  return at::sum_to(total.transpose(2, 3), bias.sizes()).to(bias.scalar_type()).contiguous();
+  const Tensor total = args.grad_bias.dense() ? sums : at::sum_to(sums.sum(2), bias.sizes());
+  return total.to(bias.scalar_type()).reshape(bias.sizes());
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(

@@ -225,23 +225,42 @@ class BackwardTask {
     const int64_t at =
         batch * g.batch + head * g.head + chunk * g.chunk + tile_.first_key * g.key + tile_.first_query * g.query;
     for (int s = 0; s < tile_.strip_count; ++s) {
-      const Strip& strip = tile_.strips[s];
-      for (int key = strip.begin; key < strip.end; ++key)
-        for (int v = strip.first; v < strip.last; ++v) {
-          const Vec<C> ds = load(grad_bias_ + key * kQueries + v * n);
-          if (g.dense()) {
-            C* sums = (C*)g.data + at + key * g.key + v * n;
-            store(sums, load(sums) + ds);
-          } else {
-            double* sums = (double*)g.data + at + key * g.key + v * n * g.query;
-            if (g.query == 0) {
-              *sums += sum<C>(ds);
-            } else {
-              for (int i = 0; i < n && v * n + i < tile_.queries; ++i) sums[i] += ds[i];
-            }
-          }
-        }
+      if (g.dense()) {
+        add_transposed(tile_.strips[s], (C*)g.data + at, g.query);
+      } else {
+        add_sums(tile_.strips[s], (double*)g.data + at);
+      }
     }
+  }
+
+  void add_transposed(const Strip& strip, C* sums, int64_t stride) {
+    for (int v = strip.first; v < strip.last; ++v)
+      for_columns<C>(strip.keys(), [&](int64_t key, auto lanes) {
+        Vec<C> square[n];
+        for (int i = 0; i < n; ++i) {
+          const int64_t row = strip.begin + key + i;
+          square[i] = row < strip.end ? load(grad_bias_ + row * kQueries + v * n) : Vec<C>{};
+        }
+        transpose<C>(square);
+        for (int i = 0; i < n && v * n + i < tile_.queries; ++i) {
+          C* row = sums + (v * n + i) * stride + strip.begin + key;
+          lanes.store(row, lanes.load(row) + square[i]);
+        }
+      });
+  }
+
+  void add_sums(const Strip& strip, double* sums) {
+    const BiasGrad& g = a_.grad_bias;
+    for (int key = strip.begin; key < strip.end; ++key)
+      for (int v = strip.first; v < strip.last; ++v) {
+        const Vec<C> ds = load(grad_bias_ + key * kQueries + v * n);
+        double* row = sums + key * g.key + v * n * g.query;
+        if (g.query == 0) {
+          *row += sum<C>(ds);
+        } else {
+          for (int i = 0; i < n && v * n + i < tile_.queries; ++i) row[i] += ds[i];
+        }
+      }
   }
 
   void write_grad_query(int64_t batch, int64_t head, int64_t chunk) {

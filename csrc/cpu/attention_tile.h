@@ -76,6 +76,17 @@ inline void transpose_back(int64_t rows, int64_t columns, Rows<T> out, Load load
     });
 }
 
+// A vector of bfloat16 pairs as they lie, zero past `count` elements.
+inline Vec<float> load_words(const bfloat16* x, int64_t count) {
+  Vec<float> v = {};
+  if (count >= 2 * kLanes<float>) {
+    memcpy(&v, x, sizeof v);
+  } else if (count > 0) {
+    memcpy(&v, x, count * sizeof *x);
+  }
+  return v;
+}
+
 // x (rows, d) as the B of a product over d: (d, kQueries) for each block of kQueries rows. With pairs d is padded by zeros to
 // a multiple of 32.
 template <typename T>
@@ -88,14 +99,8 @@ inline void transposed_operand(Rows<const T> x, int64_t rows, int64_t d, Element
   using C = Compute<T>;
   if constexpr (kPaired<T>) {
     float* words = (float*)out;  // a pair moves as one word
-    transpose_rows<float>(rows, (d + 1) / 2, words, kQueries, [&](int64_t r, int64_t c, auto) {
-      bfloat16 pairs[2 * kLanes<float>] = {};
-      const int64_t left = d - 2 * c;
-      memcpy(pairs, x[r] + 2 * c, (left < 2 * kLanes<float> ? left : 2 * kLanes<float>)*sizeof(bfloat16));
-      Vec<float> v;
-      memcpy(&v, pairs, sizeof v);
-      return v;
-    });
+    transpose_rows<float>(rows, (d + 1) / 2, words, kQueries,
+                          [&](int64_t r, int64_t c, auto) { return load_words(x[r] + 2 * c, d - 2 * c); });
     for (int64_t i = (d + 1) / 2; i < depth<T>(d); ++i) memset(out + i * kQueries, 0, kQueries * sizeof(Pair));
   } else {
     transpose_rows<C>(rows, d, out, kQueries, [&](int64_t r, int64_t c, auto lanes) { return lanes.load(x[r] + c); });
@@ -117,7 +122,11 @@ struct Operand {
 
   Operand(Rows<const T> x, int64_t n, int64_t d, E* scratch, bool want_rows, bool want_columns) {
     if constexpr (kPaired<T>) {
-      if (want_rows) pack_rows(x, n, d, scratch);
+      if (want_rows && d % 32 == 0 && x.stride % 2 == 0 && n % 16 == 0) {  // whole tiles, nothing to pad
+        rows = {(const Pair*)x.data, x.stride / 2, 1};
+      } else if (want_rows) {
+        pack_rows(x, n, d, scratch);
+      }
       if (want_columns) pack_columns(x, n, d, scratch + round_up(n, kStrip) * depth<T>(d));
     } else if constexpr (sizeof(T) == sizeof(E)) {
       rows = {x.data, x.stride, 1};
@@ -134,12 +143,9 @@ struct Operand {
 #if defined(FT_AVX512_BF16)
   void pack_rows(Rows<const T> x, int64_t n, int64_t d, Pair* out) {
     const int64_t pitch = depth<T>(d);
-    for (int64_t i = 0; i < round_up(n, kStrip); ++i) {
-      T* row = (T*)(out + i * pitch);
-      const int64_t filled = i < n ? d : 0;
-      if (filled) memcpy(row, x[i], d * sizeof(T));
-      memset(row + filled, 0, (2 * pitch - filled) * sizeof(T));
-    }
+    for (int64_t i = 0; i < round_up(n, kStrip); ++i)
+      for (int64_t c = 0; c < pitch; c += kLanes<float>)
+        store((float*)(out + i * pitch + c), load_words(x[i < n ? i : 0] + 2 * c, i < n ? d - 2 * c : 0));
     rows = {out, pitch, 1};
   }
 
@@ -150,11 +156,7 @@ struct Operand {
     for (int64_t i = 0; i < 2 * pitch; i += lanes)
       for (int64_t c = 0; c < padded; c += 2 * lanes) {
         Vec<float> square[lanes];
-        const int64_t left = d - c < 0 ? 0 : d - c;
-        for (int k = 0; k < lanes; ++k) {
-          square[k] = Vec<float>{};
-          if (i + k < n) memcpy(&square[k], x[i + k] + c, (left < 2 * lanes ? left : 2 * lanes) * sizeof(T));
-        }
+        for (int k = 0; k < lanes; ++k) square[k] = load_words(x[i + k < n ? i + k : 0] + c, i + k < n ? d - c : 0);
         transpose<float>(square);
         for (int k = 0; k < lanes; ++k) {
           const Ints<float> words = (Ints<float>)square[k];
@@ -230,6 +232,9 @@ inline Vec<C> select_bit(Ints<C> words, Ints<C> bit, Vec<C> v, Vec<C> other) {
   return (words & bit) != 0 ? v : other;
 #endif
 }
+
+// The lowest `count` bits.
+inline uint32_t bits_below(int64_t count) { return count <= 0 ? 0 : count >= 32 ? ~0u : (1u << count) - 1; }
 
 // A bit for each of up to 32 bytes, set where the byte is not 0.
 inline uint32_t nonzero_bits(const uint8_t* bytes, int64_t count) {
@@ -430,8 +435,6 @@ class ScoreTile {
     }
     return strip_count > 0;
   }
-
-  static uint32_t bits_below(int64_t count) { return count <= 0 ? 0 : count >= kStrip ? ~0u : (1u << count) - 1; }
 
   Ints<C> words(int w, int v) const {
     Ints<C> x;

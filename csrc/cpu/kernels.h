@@ -89,8 +89,8 @@ struct Scores {
   int64_t batch = 0, head = 0, query = 0, key = 0;
 };
 
-// Sums of the gradient of the bias, zero at first: where the bias has both queries and keys in the compute type, with rows
-// of queries (a row for each key, padded to whole blocks); else float64. Strides are 0 where the bias broadcasts.
+// Sums of the gradient of the bias, zero at first: in the compute type where the bias has queries and keys, else in float64.
+// Strides are 0 where the bias broadcasts; of keys and queries one that is not 0 is 1.
 struct BiasGrad {
   void* data = nullptr;
   int64_t batch = 0, head = 0, chunk = 0, key = 0, query = 0;
@@ -161,6 +161,7 @@ struct Kernels {
   void (*activation_backward[kDTypes])(const ActivationArgs&, int64_t begin_chunk, int64_t end_chunk);
   void (*activation_backward_block[kDTypes])(const ActivationArgs&, const RowBlocks&, int64_t block);
   void (*attention_forward[kDTypes])(const AttentionForward&, int64_t begin_task, int64_t end_task);
+  void (*attention_rows[kDTypes])(const AttentionForward&, int64_t begin_task, int64_t end_task);
   void (*attention_weights[kDTypes])(const AttentionWeights&, int64_t begin_task, int64_t end_task);
   void (*attention_delta[kDTypes])(const AttentionDelta&, int64_t begin_task, int64_t end_task);
   void (*attention_backward[kDTypes])(const AttentionBackward&, int64_t begin_task, int64_t end_task);

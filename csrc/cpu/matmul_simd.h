@@ -64,7 +64,7 @@ inline void multiply_tile(const E* a, int64_t stride, const E* b, int64_t b_stri
                           bool add) {
   constexpr int n = kLanes<Sum<E>>;
   Vec<Sum<E>> sums[R][V];
-#pragma GCC unroll 6
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) sums[r][v] = add ? load(c + r * c_stride + v * n) : Vec<Sum<E>>{};
@@ -72,35 +72,31 @@ inline void multiply_tile(const E* a, int64_t stride, const E* b, int64_t b_stri
     Vec<Sum<E>> row[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) row[v] = load(b + v * n);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) sums[r][v] = multiply_add(sums[r][v], a + (rows_adjacent ? r : r * stride), row[v]);
     a += rows_adjacent ? stride : 1;
     b += b_stride;
   }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) store(c + r * c_stride + v * n, sums[r][v]);
 }
 
-template <int V, bool rows_adjacent, typename E>
+template <int R, int V, bool rows_adjacent, typename E>
 inline void multiply_columns(Matrix<E> a, const E* b, int64_t b_stride, Sum<E>* c, int64_t c_stride, int64_t rows, int64_t k,
                              bool add) {
-  const int64_t stride = rows_adjacent ? a.column : a.row;
   int64_t r = 0;
-  for (; r + 6 <= rows; r += 6)
-    multiply_tile<6, V, rows_adjacent>(a.data + r * a.row, stride, b, b_stride, c + r * c_stride, c_stride, k, add);
-  if (r + 4 <= rows) {
-    multiply_tile<4, V, rows_adjacent>(a.data + r * a.row, stride, b, b_stride, c + r * c_stride, c_stride, k, add);
-    r += 4;
+  for (; r + R <= rows; r += R)
+    multiply_tile<R, V, rows_adjacent>(a.data + r * a.row, rows_adjacent ? a.column : a.row, b, b_stride, c + r * c_stride,
+                                       c_stride, k, add);
+  if constexpr (R > 1) {
+    if (r < rows)
+      multiply_columns<(R + 1) / 2, V, rows_adjacent>(Matrix<E>{a.data + r * a.row, a.row, a.column}, b, b_stride,
+                                                      c + r * c_stride, c_stride, rows - r, k, add);
   }
-  if (r + 2 <= rows) {
-    multiply_tile<2, V, rows_adjacent>(a.data + r * a.row, stride, b, b_stride, c + r * c_stride, c_stride, k, add);
-    r += 2;
-  }
-  if (r < rows) multiply_tile<1, V, rows_adjacent>(a.data + r * a.row, stride, b, b_stride, c + r * c_stride, c_stride, k, add);
 }
 
 #if defined(FT_AMX)
@@ -183,12 +179,12 @@ inline void multiply(Matrix<E> a, const E* b, int64_t b_stride, Sum<E>* c, int64
   constexpr int n = kLanes<Sum<E>>;
   int64_t col = 0;
   for (; col + kTileVectors * n <= columns; col += kTileVectors * n)
-    multiply_columns<kTileVectors, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add);
+    multiply_columns<6, kTileVectors, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add);
   if (kTileVectors > 2 && col + 2 * n <= columns) {
-    multiply_columns<2, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add);
+    multiply_columns<12, 2, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add);
     col += 2 * n;
   }
-  if (col < columns) multiply_columns<1, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add);
+  if (col < columns) multiply_columns<12, 1, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add);
 }
 
 }  // namespace FT_LEVEL

@@ -103,17 +103,16 @@ inline C sum(Vec<C> v) {
   return total;
 }
 
-// Lane-wise a where `keep` has the lane's bit set, else 0.
+// Lane-wise a where `keep` has the lane's bit set, else `other`.
 template <typename C>
-inline Vec<C> select(uint32_t keep, Vec<C> a) {
+inline Vec<C> select(uint32_t keep, Vec<C> a, Vec<C> other = Vec<C>{}) {
 #if defined(FT_AVX512)
-  if constexpr (sizeof(C) == 4) return (Vec<C>)_mm512_maskz_mov_ps((__mmask16)keep, (__m512)a);
-  if constexpr (sizeof(C) == 8) return (Vec<C>)_mm512_maskz_mov_pd((__mmask8)keep, (__m512d)a);
+  if constexpr (sizeof(C) == 4) return (Vec<C>)_mm512_mask_mov_ps((__m512)other, (__mmask16)keep, (__m512)a);
+  if constexpr (sizeof(C) == 8) return (Vec<C>)_mm512_mask_mov_pd((__m512d)other, (__mmask8)keep, (__m512d)a);
 #else
   Ints<C> bit;
   for (int i = 0; i < kLanes<C>; ++i) bit[i] = 1 << i;
-  const Ints<C> on = ((Ints<C>{} + (int32_t)keep) & bit) == bit;
-  return (Vec<C>)((Ints<C>)a & on);
+  return ((Ints<C>{} + (int32_t)keep) & bit) == bit ? a : other;
 #endif
 }
 
@@ -278,6 +277,20 @@ inline void transpose(Vec<C> (&rows)[kLanes<C>]) {
 #pragma GCC unroll 16
     for (int i = 0; i < n; ++i) rows[i] = other[i];
   }
+}
+
+// Lane i is the sum over the lanes of v[i]: the rounds of `transpose`, each of which can add the two halves right away.
+template <typename C>
+inline Vec<C> lane_sums(Vec<C> (&v)[kLanes<C>]) {
+#pragma GCC unroll 4
+  for (int half = kLanes<C> / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) {
+      Vec<C> low, high;
+      interleave(v[i], v[i + half], low, high, LanesOf<kLanes<C>>());
+      v[i] = low + high;
+    }
+  return v[0];
 }
 
 // Scratch memory of one kernel call, aligned to a cache line and padded so that its last vector may be a whole one. With

@@ -2,6 +2,7 @@
 #include "../activation_dropout_kernels.h"
 #include "../attention_backward_kernels.h"
 #include "../attention_forward_kernels.h"
+#include "../attention_rows_kernels.h"
 #include "../attention_weights_kernels.h"
 #include "../dropout_add_layer_norm_kernels.h"
 
@@ -23,6 +24,7 @@ extern const Kernels FT_TABLE(FT_LEVEL) = {
     FT_EACH_DTYPE(activation_backward),
     FT_EACH_DTYPE(activation_backward_block),
     FT_EACH_DTYPE(attention_forward),
+    FT_EACH_DTYPE(attention_rows),
     FT_EACH_DTYPE(attention_weights),
     FT_EACH_DTYPE(attention_delta),
     FT_EACH_DTYPE(attention_backward),

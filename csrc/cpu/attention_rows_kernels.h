@@ -1,0 +1,184 @@
+// Attention forward for few queries, as in decoding: bound by reading key and value, which is done once, as they lie.
+//
+// A task is one key head. For a block of keys and a query: scores by dot products, the online softmax of
+// attention_forward_kernels.h over a row of scores, then the weighted sum of the rows of value. Further queries of the head
+// find the block in the cache.
+#pragma once
+
+#include "attention_tile.h"
+
+namespace ft {
+namespace FT_LEVEL {
+
+template <typename T>
+class RowsTask {
+  using C = Compute<T>;
+  static constexpr int n = kLanes<C>;
+
+  const AttentionForward& a_;
+  const int64_t rows_;                 // queries of all the heads that share a key head
+  const int64_t block_;                // keys: if a second query reads them, as many as the first-level cache holds
+  Buffer<C> query_, output_, scores_;  // output (rows, Dv), unnormalised
+  Buffer<C> top_, sum_;                // (rows): as in ForwardTask
+
+ public:
+  explicit RowsTask(const AttentionForward& a)
+      : a_(a),
+        rows_(a.heads / a.kv_heads * a.L),
+        block_(rows_ > 1 ? kStrip : kKeys),
+        query_(a.D),
+        output_(rows_ * round_up(a.Dv, n)),
+        scores_(kKeys),
+        top_(rows_),
+        sum_(rows_) {}
+
+  void run(int64_t batch, int64_t kv_head) {
+    const Rows<const T> key = head_of<T>(a_.key, batch, kv_head), value = head_of<T>(a_.value, batch, kv_head);
+    for (int64_t r = 0; r < rows_; ++r) {
+      top_[r] = -INFINITY;
+      sum_[r] = 0;
+    }
+    memset(output_, 0, rows_ * round_up(a_.Dv, n) * sizeof(C));
+    int64_t first, end;
+    ScoreTile<T>::key_range(a_, 0, a_.L, first, end);
+    for (int64_t k = first / block_ * block_; k < end; k += block_) {
+      const int64_t keys = end - k < block_ ? end - k : block_;
+      for (int64_t r = 0; r < rows_; ++r) {
+        const int64_t head = kv_head * (rows_ / a_.L) + r / a_.L, query = r % a_.L;
+        uint32_t visible[kKeys / kStrip];
+        if (!find_visible(batch, head, query, k, keys, visible)) continue;
+        score(head_of<T>(a_.query, batch, head)[query], {key[k], key.stride}, keys);
+        finish(batch, head, query, k, keys, visible);
+        weigh(r, (batch * a_.heads + head) * a_.L + query, k, keys);
+        accumulate(r, {value[k], value.stride}, keys);
+      }
+    }
+    for (int64_t r = 0; r < rows_; ++r) write(r, batch, kv_head * (rows_ / a_.L) + r / a_.L, r % a_.L);
+  }
+
+ private:
+  // A bit for each key that the query sees; false if it sees none.
+  bool find_visible(int64_t batch, int64_t head, int64_t query, int64_t k, int64_t keys, uint32_t* visible) const {
+    const uint8_t* mask = (const uint8_t*)a_.mask.data;
+    if (mask) mask += batch * a_.mask.batch + head * a_.mask.head + query * a_.mask.query + k * a_.mask.key;
+    uint32_t seen = 0;
+    for (int w = 0; w * kStrip < keys; ++w) {
+      const int64_t count = keys - w * kStrip < kStrip ? keys - w * kStrip : kStrip;
+      const int64_t begin = query + a_.first - k - w * kStrip, end = query + a_.last + 1 - k - w * kStrip;
+      visible[w] = bits_below(count) & bits_below(end) & ~bits_below(begin);
+      if (mask) visible[w] &= a_.mask.key ? nonzero_bits(mask + w * kStrip, count) : *mask ? ~0u : 0;
+      seen |= visible[w];
+    }
+    return seen != 0;
+  }
+
+  // scores_ = query . key, a sum for each key.
+  void score(const T* query, Rows<const T> key, int64_t keys) {
+    for_columns<C>(a_.D, [&](int64_t c, auto lanes) { store(query_ + c, lanes.load(query + c)); });
+    constexpr int kTogether = n < 8 ? n : 8;
+    for (int64_t k = 0; k < keys; k += n) {
+      Vec<C> sums[n] = {};
+#pragma GCC unroll 2
+      for (int part = 0; part < n; part += kTogether) {
+        const T* row[kTogether];
+        for (int i = 0; i < kTogether; ++i) row[i] = key[k + part + i < keys ? k + part + i : k];
+        for_columns<C>(a_.D, [&](int64_t c, auto lanes) {
+          const Vec<C> q = load(query_ + c);
+#pragma GCC unroll 8
+          for (int i = 0; i < kTogether; ++i) sums[part + i] += q * lanes.load(row[i] + c);
+        });
+      }
+      store(scores_ + k, lane_sums<C>(sums));
+    }
+  }
+
+  // What ScoreTile::compute does to scores, here in a row.
+  void finish(int64_t batch, int64_t head, int64_t query, int64_t k, int64_t keys, const uint32_t* visible) {
+    const Scores& bias = a_.bias;
+    const int64_t at = batch * bias.batch + head * bias.head + query * bias.query + k * bias.key;
+    const bool wide = bias.dtype == DType::f32 && sizeof(C) == sizeof(float);
+    const C scale = (C)a_.scale, cap = (C)a_.softcap, per_cap = (C)(a_.scale / a_.softcap);
+    const auto read = [&](auto lanes, int64_t i) {
+      return wide ? lanes.load((const C*)bias.data + i) : lanes.load((const T*)bias.data + i);
+    };
+    for_columns<C>(keys, [&](int64_t c, auto lanes) {
+      Vec<C> s = load(scores_ + c);
+      s = cap != 0 ? tanh(s * per_cap) * cap : s * scale;
+      if (bias.data) s += bias.key ? read(lanes, at + c) : splat<C>(read(Tail{1}, at)[0]);
+      store(scores_ + c, select<C>(visible[c / kStrip] >> (c % kStrip), s, splat<C>(-INFINITY)));
+    });
+  }
+
+  // The row of scores to weights exp2(score log2(e) - top), after the running maximum was raised to the row's.
+  void weigh(int64_t r, int64_t row, int64_t k, int64_t keys) {
+    Vec<C> largest = splat<C>(-INFINITY), sum = {};
+    for (int64_t c = 0; c < keys; c += n) largest = maximum<C>(largest, load(scores_ + c));
+    C top = top_[r];
+    for (int i = 0; i < n; ++i) top = largest[i] * (C)kLog2E > top ? largest[i] * (C)kLog2E : top;
+    if (top > top_[r]) {
+      const C shrink = exp2(splat<C>(top_[r] - top))[0];
+      sum_[r] *= shrink;
+      C* output = output_ + r * round_up(a_.Dv, n);
+      for (int64_t c = 0; c < a_.Dv; c += n) store(output + c, load(output + c) * shrink);
+      top_[r] = top;
+    }
+    const C offset = top == -INFINITY ? 0 : top;
+    uint32_t kept[kKeys / kStrip + kKeepStride];
+    if (a_.dropout.on()) draw_keep_bits(a_.dropout, row, (uint32_t)(k / 8), keep_words(keys), kept);
+    for (int64_t c = 0; c < keys; c += n) {
+      const Vec<C> w = exp2(load(scores_ + c) * (C)kLog2E - offset);
+      sum += w;
+      store(scores_ + c, a_.dropout.on() ? select<C>(kept[c / kStrip] >> (c % kStrip), w) : w);
+    }
+    sum_[r] += FT_LEVEL::sum<C>(sum);
+  }
+
+  // Adds the weighted rows of value, four vectors of columns at a time.
+  void accumulate(int64_t r, Rows<const T> value, int64_t keys) {
+    C* output = output_ + r * round_up(a_.Dv, n);
+    int64_t c = 0;
+    for (; c + 4 * n <= a_.Dv; c += 4 * n) {
+      Vec<C> even[4] = {}, odd[4] = {};  // two sums, so that a step need not wait for the one before it
+      int64_t k = 0;
+      for (; k + 2 <= keys; k += 2) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          even[i] += scores_[k] * load(value[k] + c + i * n);
+          odd[i] += scores_[k + 1] * load(value[k + 1] + c + i * n);
+        }
+      }
+      for (int i = 0; i < 4; ++i) {
+        if (k < keys) even[i] += scores_[k] * load(value[k] + c + i * n);
+        store(output + c + i * n, load(output + c + i * n) + (even[i] + odd[i]));
+      }
+    }
+    for_columns<C>(a_.Dv - c, [&](int64_t rest, auto lanes) {
+      Vec<C> sum = load(output + c + rest);
+      for (int64_t k = 0; k < keys; ++k) sum += scores_[k] * lanes.load(value[k] + c + rest);
+      store(output + c + rest, sum);
+    });
+  }
+
+  void write(int64_t r, int64_t batch, int64_t head, int64_t query) {
+    const bool blind = sum_[r] == 0;
+    const C scale = blind ? 0 : (C)a_.dropout.scale / sum_[r], rest = blind ? 0 : FT_LEVEL::log(splat<C>(sum_[r]))[0];
+    const int64_t at = (batch * a_.heads + head) * a_.L + query;
+    if (a_.lse) ((C*)a_.lse)[at] = blind ? -INFINITY : top_[r] * (C)kLn2 + rest;
+    if (a_.exponents) {
+      ((C*)a_.exponents)[at] = blind ? INFINITY : top_[r];
+      ((C*)a_.exponents)[a_.batch * a_.heads * a_.L + at] = rest * (C)kLog2E;
+    }
+    T* out = head_of<T>(a_.out, batch, head)[query];
+    const C* output = output_ + r * round_up(a_.Dv, n);
+    for_columns<C>(a_.Dv, [&](int64_t c, auto lanes) { lanes.store(out + c, load(output + c) * scale); });
+  }
+};
+
+template <typename T>
+void attention_rows(const AttentionForward& a, int64_t begin_task, int64_t end_task) {
+  RowsTask<T> task(a);
+  for (int64_t i = begin_task; i < end_task; ++i) task.run(i / a.kv_heads, i % a.kv_heads);
+}
+
+}  // namespace FT_LEVEL
+}  // namespace ft
