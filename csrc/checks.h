@@ -9,10 +9,9 @@
 
 #include "cpu/kernels.h"
 #include "philox.h"
+#include "signatures.h"
 
 namespace ft {
-
-using OptionalTensor = std::optional<at::Tensor>;
 
 inline bool present(const OptionalTensor& t) { return t.has_value() && t->defined(); }
 

@@ -7,6 +7,7 @@
 
 #include "cpu/dispatch.h"
 #include "philox.h"
+#include "signatures.h"
 
 // `seed` is an int64 tensor of one element, needed where dropout_p > 0. A gradient that was not asked for is an empty tensor.
 TORCH_LIBRARY(fast_transformer, m) {
@@ -53,11 +54,21 @@ std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<u
   return counter;
 }
 
+// A Python function that calls an op through the dispatcher as torch.ops does, less the microseconds that torch.ops spends on
+// matching Python objects with the schema.
+template <typename Result, typename... Args>
+void expose(pybind11::module& m, const char* name, c10::TypedOperatorHandle<Result(Args...)> op) {
+  m.def(name, [op](Args... args) { return op.call(args...); }, pybind11::call_guard<pybind11::gil_scoped_release>());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", build_info, "Versions and instruction sets this module was built for, and those in use.");
   m.def("use_level", ft::use_level, pybind11::arg("name"), "Run the CPU kernels of one of build_info()['cpu_levels'].");
+  expose(m, "attention", ft::find_op<ft::AttentionOp>("fast_transformer::attention"));
+  expose(m, "activation_dropout", ft::find_op<ft::ActivationDropoutOp>("fast_transformer::activation_dropout"));
+  expose(m, "dropout_add_layer_norm", ft::find_op<ft::DropoutAddLayerNormOp>("fast_transformer::dropout_add_layer_norm"));
   m.def("philox4x32", philox4x32, pybind11::arg("counter"), pybind11::arg("key"), pybind11::arg("rounds") = ft::kPhiloxRounds,
         "The four random words of a counter, as the kernels draw them.");
 }

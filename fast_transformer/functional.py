@@ -10,6 +10,7 @@ import numbers
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from . import ops, reference
 
@@ -38,6 +39,21 @@ def check_tensor(name: str, x: object, *, like: Tensor | None = None, nested: bo
         raise ValueError(f"{name} must be on {like.device} like the first argument, got {x.device}")
 
 
+def _plain(*tensors: Tensor | None) -> bool:
+    """Whether these are dense CPU tensors of one floating-point dtype, or None, in a microsecond: small models live on it."""
+    dtype = tensors[0].dtype if type(tensors[0]) is Tensor else None
+    if dtype not in _KERNEL_DTYPES:
+        return False
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) is not Tensor and type(x) is not Parameter or not x.is_cpu or x.dtype is not dtype:
+            return False
+        if x.is_nested or x.layout is not torch.strided:
+            return False
+    return True
+
+
 def _check_vector(name: str, x: Tensor | None, n: int, like: Tensor) -> None:
     if x is not None:
         check_tensor(name, x, like=like)
@@ -47,9 +63,10 @@ def _check_vector(name: str, x: Tensor | None, n: int, like: Tensor) -> None:
 
 def _check_number(name: str, value: object, expected: str, low: float, high: float, *, open_low: bool = False) -> float:
     """value as a Python float if it is a real number in [low, high), or with `open_low` in (low, high)."""
-    if not isinstance(value, numbers.Real) or not low <= value < high or (open_low and value == low):
+    real = type(value) is float or isinstance(value, numbers.Real)  # the second is slow
+    if not real or not low <= value < high or (open_low and value == low):
         raise ValueError(f"{name} must be {expected}, got {value!r}")
-    if isinstance(value, float):
+    if type(value) is float:
         return value
     try:
         return float(value)
@@ -80,7 +97,18 @@ def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must broadcast to (B, H, L, S) = {shape}, got {tuple(x.shape)}")
 
 
-def _check_attention(query, key, value, mask, bias, causal, query_offset, window, return_weights) -> None:
+def _fit(query, key, value) -> bool:
+    """Whether these three are right and what they usually are."""
+    if key is None or value is None or not _plain(query, key, value):
+        return False
+    q, k, v = query.shape, key.shape, value.shape
+    if not len(q) == len(k) == len(v) == 4:
+        return False
+    (B, H, _, D), (_, Hkv, _, _) = q, k
+    return k[0] == B and k[3] == D > 0 and v[:3] == k[:3] and v[3] > 0 and Hkv > 0 and H > 0 and H % Hkv == 0
+
+
+def _check_query_key_value(query, key, value) -> None:
     check_tensor("query", query)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, like=query)
@@ -88,7 +116,7 @@ def _check_attention(query, key, value, mask, bias, causal, query_offset, window
             raise ValueError(f"{name} must have 4 dimensions (batch, heads, length, head_dim), got shape {tuple(x.shape)}")
     if not query.dtype == key.dtype == value.dtype:
         raise TypeError(f"query, key and value must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype}")
-    (B, H, L, D), (_, Hkv, S, _) = query.shape, key.shape
+    (B, H, _, D), (_, Hkv, S, _) = query.shape, key.shape
     if key.shape[0] != B or key.shape[3] != D:
         raise ValueError(
             f"key must have the batch size and head_dim of query, {B} and {D}; "
@@ -100,6 +128,13 @@ def _check_attention(query, key, value, mask, bias, causal, query_offset, window
         raise ValueError(f"query heads must be a multiple of key heads, both at least 1, got {H} and {Hkv}")
     if D == 0 or value.shape[3] == 0:
         raise ValueError(f"head_dim must be at least 1, got {D} for query and key, {value.shape[3]} for value")
+
+
+def _check_attention(query, key, value, mask, bias, causal, query_offset, window, return_weights) -> None:
+    if not _fit(query, key, value):
+        _check_query_key_value(query, key, value)
+    if mask is not None or bias is not None:
+        scores = (*query.shape[:3], key.shape[2])
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
@@ -107,10 +142,10 @@ def _check_attention(query, key, value, mask, bias, causal, query_offset, window
         _check_dense("mask", mask)
         if mask.device != query.device:
             raise ValueError(f"mask must be on {query.device} like query, got {mask.device}")
-        _check_broadcast("mask", mask, (B, H, L, S))
+        _check_broadcast("mask", mask, scores)
     if bias is not None:
         check_tensor("bias", bias, like=query)
-        _check_broadcast("bias", bias, (B, H, L, S))
+        _check_broadcast("bias", bias, scores)
     if not isinstance(causal, (bool, torch.SymBool)):
         raise TypeError(f"causal must be True or False, got {type(causal).__name__}; a tensor goes into mask=")
     if not isinstance(query_offset, (int, torch.SymInt)) or isinstance(query_offset, bool):
@@ -120,6 +155,33 @@ def _check_attention(query, key, value, mask, bias, causal, query_offset, window
     check_window(window)
     if return_weights not in (None, "mean", "per_head"):
         raise ValueError(f'return_weights must be None, "mean" or "per_head", got {return_weights!r}')
+
+
+def _rows_fit(x, residual, weight, bias) -> bool:
+    """Whether the arguments of a norm are right and what they usually are."""
+    if not _plain(x, residual, weight, bias):
+        return False
+    shape = x.shape
+    if not shape or shape[-1] == 0 or (residual is not None and residual.shape != shape):
+        return False
+    return all(v is None or v.shape == shape[-1:] for v in (weight, bias))
+
+
+def _check_rows(x, residual, weight, bias) -> tuple[Tensor, Tensor | None]:
+    """x and residual in their common dtype."""
+    check_tensor("x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must have a last dimension of size >= 1 to normalise, got shape {tuple(x.shape)}")
+    if residual is not None:
+        check_tensor("residual", residual, like=x)
+        if residual.shape != x.shape:
+            raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
+        if residual.dtype != x.dtype:
+            dtype = torch.promote_types(x.dtype, residual.dtype)
+            x, residual = x.to(dtype), residual.to(dtype)
+    _check_vector("weight", weight, x.shape[-1], like=x)
+    _check_vector("bias", bias, x.shape[-1], like=x)
+    return x, residual
 
 
 # Choice of backend
@@ -192,14 +254,19 @@ def backends() -> None:
 # The ops
 
 
-def _autocast(x: object) -> object:
-    """x as autocast casts an argument of F.scaled_dot_product_attention; what it leaves alone stays as it is."""
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
+def _autocast(*tensors: object) -> tuple[object, ...]:
+    """The arguments as autocast casts those of F.scaled_dot_product_attention; what it leaves alone stays as it is."""
+    first = tensors[0]
+    kind = first.device.type if isinstance(first, Tensor) and not first.is_cpu else "cpu"
+    if kind != "cpu" and not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(x):
+        leave = not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64
+        return x if leave else x.to(dtype)
+
+    return tuple(cast(x) for x in tensors)
 
 
 def attention(
@@ -248,7 +315,7 @@ def attention(
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
     """
-    query, key, value = _autocast(query), _autocast(key), _autocast(value)
+    query, key, value = _autocast(query, key, value)
     _check_attention(query, key, value, mask, bias, causal, query_offset, window, return_weights)
     if scale is None:
         scale = query.shape[3] ** -0.5
@@ -307,18 +374,8 @@ def dropout_add_layer_norm(
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
     """
-    check_tensor("x", x)
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x must have a last dimension of size >= 1 to normalise, got shape {tuple(x.shape)}")
-    if residual is not None:
-        check_tensor("residual", residual, like=x)
-        if residual.shape != x.shape:
-            raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
-        if residual.dtype != x.dtype:
-            dtype = torch.promote_types(x.dtype, residual.dtype)
-            x, residual = x.to(dtype), residual.to(dtype)
-    _check_vector("weight", weight, x.shape[-1], like=x)
-    _check_vector("bias", bias, x.shape[-1], like=x)
+    if not _rows_fit(x, residual, weight, bias):
+        x, residual = _check_rows(x, residual, weight, bias)
     eps = _check_number("eps", eps, "a finite number >= 0", 0, math.inf)
     dropout_p = check_probability("dropout_p", dropout_p)
     _check_backend(backend, "cpu", "reference")

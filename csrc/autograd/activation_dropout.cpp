@@ -6,14 +6,10 @@
 namespace ft {
 namespace {
 
-using Forward = Tensor(const Tensor&, const OptionalTensor&, const std::string&, double, const OptionalTensor&);
-using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&, const std::string&,
-                                            double, const OptionalTensor&, bool);
-
 Tensor forward_below(const Tensor& x, const OptionalTensor& bias, const std::string& activation, double dropout_p,
                      const OptionalTensor& seed) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op = find_op<Forward>("fast_transformer::activation_dropout");
+  static const auto op = find_op<ActivationDropoutOp>("fast_transformer::activation_dropout");
   return op.call(x, bias, activation, dropout_p, seed);
 }
 
@@ -34,7 +30,7 @@ struct ActivationDropout : torch::autograd::Function<ActivationDropout> {
     const bool bias_grad = ctx->saved_data["bias_grad"].toBool();
     std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
     if (!at::GradMode::is_enabled()) guard.emplace();
-    static const auto op = find_op<Backward>("fast_transformer::activation_dropout_backward");
+    static const auto op = find_op<ActivationDropoutBackwardOp>("fast_transformer::activation_dropout_backward");
     const auto [grad_x, grad_bias] =
         op.call(grads[0], optional(saved[0]), optional(saved[1]), ctx->saved_data["activation"].toStringRef(),
                 ctx->saved_data["dropout_p"].toDouble(), optional(saved[2]), bias_grad);

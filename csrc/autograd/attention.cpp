@@ -7,25 +7,16 @@
 namespace ft {
 namespace {
 
-using c10::SymInt;
-using Text = std::optional<std::string>;
-using Forward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                                   const OptionalTensor&, SymInt, SymInt, double, double, double,
-                                                   const OptionalTensor&, const Text&, bool);
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                                            const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                                            const OptionalTensor&, SymInt, SymInt, double, double, double,
-                                                            const OptionalTensor&, const Text&, const Tensor&, const Tensor&,
-                                                            bool);
-
 std::tuple<Tensor, Tensor, Tensor> forward_below(const Tensor& query, const Tensor& key, const Tensor& value,
                                                  const OptionalTensor& mask, const OptionalTensor& bias, const SymInt& first,
                                                  const SymInt& last, double scale, double softcap, double dropout_p,
                                                  const OptionalTensor& seed, const Text& return_weights, bool with_lse) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op = find_op<Forward>("fast_transformer::attention");
+  static const auto op = find_op<AttentionOp>("fast_transformer::attention");
   return op.call(query, key, value, mask, bias, first, last, scale, softcap, dropout_p, seed, return_weights, with_lse);
 }
+
+using Options = std::tuple<SymInt, SymInt, double, double, double, Text, bool>;  // ... and whether bias wants a gradient
 
 // Keeps the inputs, the output, a number a row and the seed.
 struct Attention : torch::autograd::Function<Attention> {
@@ -36,13 +27,7 @@ struct Attention : torch::autograd::Function<Attention> {
     auto [out, weights, lse] =
         forward_below(query, key, value, mask, bias, first, last, scale, softcap, dropout_p, seed, return_weights, true);
     ctx->save_for_backward({query, key, value, tensor(mask), tensor(bias), tensor(seed), out, lse});
-    ctx->saved_data["first"] = first;
-    ctx->saved_data["last"] = last;
-    ctx->saved_data["scale"] = scale;
-    ctx->saved_data["softcap"] = softcap;
-    ctx->saved_data["dropout_p"] = dropout_p;
-    ctx->saved_data["return_weights"] = return_weights;
-    ctx->saved_data["bias_grad"] = wants_grad(bias);
+    ctx->saved_data["options"] = Options(first, last, scale, softcap, dropout_p, return_weights, wants_grad(bias));
     ctx->set_materialize_grads(false);
     if (!return_weights) ctx->mark_non_differentiable({weights});
     return {out, weights, lse};
@@ -50,16 +35,14 @@ struct Attention : torch::autograd::Function<Attention> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    const bool bias_grad = ctx->saved_data["bias_grad"].toBool();
+    const auto [first, last, scale, softcap, dropout_p, return_weights, bias_grad] = ctx->saved_data["options"].to<Options>();
     std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
     if (!at::GradMode::is_enabled()) guard.emplace();
-    static const auto op = find_op<Backward>("fast_transformer::attention_backward");
+    static const auto op = find_op<AttentionBackwardOp>("fast_transformer::attention_backward");
     const auto [grad_query, grad_key, grad_value, grad_bias] =
         op.call(grads[0].defined() ? grads[0] : at::zeros_like(saved[6]), optional(grads[1]), optional(grads[2]), saved[0],
-                saved[1], saved[2], optional(saved[3]), optional(saved[4]), ctx->saved_data["first"].toSymInt(),
-                ctx->saved_data["last"].toSymInt(), ctx->saved_data["scale"].toDouble(), ctx->saved_data["softcap"].toDouble(),
-                ctx->saved_data["dropout_p"].toDouble(), optional(saved[5]),
-                ctx->saved_data["return_weights"].toOptional<std::string>(), saved[6], saved[7], bias_grad);
+                saved[1], saved[2], optional(saved[3]), optional(saved[4]), first, last, scale, softcap, dropout_p,
+                optional(saved[5]), return_weights, saved[6], saved[7], bias_grad);
     const Tensor none;
     return {grad_query, grad_key, grad_value, none, bias_grad ? grad_bias : none, none, none, none, none,
             none,       none,     none,       none};

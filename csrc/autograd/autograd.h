@@ -5,11 +5,11 @@
 // the reference (fast_transformer/ops/): derivatives of any order, at the reference's speed.
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "../checks.h"
+#include "../signatures.h"
 
 namespace ft {
 
@@ -20,11 +20,5 @@ using torch::autograd::variable_list;
 inline bool wants_grad(const OptionalTensor& t) { return present(t) && t->requires_grad(); }
 inline OptionalTensor optional(const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 inline Tensor tensor(const OptionalTensor& t) { return t.value_or(Tensor()); }
-
-// The op `name` of this library, with the signature of `Function`.
-template <typename Function>
-inline auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Function>();
-}
 
 }  // namespace ft

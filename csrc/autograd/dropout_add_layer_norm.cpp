@@ -5,17 +5,11 @@
 namespace ft {
 namespace {
 
-using Forward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                                   const OptionalTensor&, double, double, const OptionalTensor&, bool);
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&, const Tensor&,
-                                                            const OptionalTensor&, bool, const OptionalTensor&, const Tensor&,
-                                                            double, double, const OptionalTensor&, bool);
-
 std::tuple<Tensor, Tensor, Tensor> forward_below(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                                                  const OptionalTensor& bias, double eps, double dropout_p,
                                                  const OptionalTensor& seed, bool prenorm) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  static const auto op = find_op<Forward>("fast_transformer::dropout_add_layer_norm");
+  static const auto op = find_op<DropoutAddLayerNormOp>("fast_transformer::dropout_add_layer_norm");
   return op.call(x, residual, weight, bias, eps, dropout_p, seed, prenorm);
 }
 
@@ -51,7 +45,7 @@ struct DropoutAddLayerNorm : torch::autograd::Function<DropoutAddLayerNorm> {
     const Tensor grad_out = normalised ? grads[0] : at::zeros_like(x);
     std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
     if (!at::GradMode::is_enabled()) guard.emplace();
-    static const auto op = find_op<Backward>("fast_transformer::dropout_add_layer_norm_backward");
+    static const auto op = find_op<DropoutAddLayerNormBackwardOp>("fast_transformer::dropout_add_layer_norm_backward");
     const auto [grad_total, grad_x, grad_w, grad_b] =
         op.call(grad_out, optional(grads[1]), x, optional(saved[1]), ctx->saved_data["prenorm"].toBool(), optional(saved[2]),
                 stats, ctx->saved_data["eps"].toDouble(), dropout_p, optional(saved[4]), weight_grad || bias_grad);

@@ -15,7 +15,6 @@ namespace ft {
 namespace {
 
 using at::Tensor;
-using Text = std::optional<std::string>;
 
 constexpr int64_t kLeastWork = 1 << 18;  // multiplications that are worth another thread
 constexpr int64_t kFewQueries = 4;       // up to which attention_rows is the faster forward
@@ -34,7 +33,7 @@ Heads heads(const Tensor& x) { return {x.mutable_data_ptr(), x.stride(0), x.stri
 
 // A result (batch, heads, length, size) that lies as (batch, length, heads, size): merging the heads needs no copy.
 Tensor empty_heads(const Tensor& like, int64_t batch, int64_t heads, int64_t length, int64_t size) {
-  return empty({batch, length, heads, size}, like.options()).transpose(1, 2);
+  return empty_strided({batch, heads, length, size}, {length * heads * size, size, heads * size, 1}, like.options());
 }
 
 // The call's tensors in a shape the kernels take, kept alive while they run, and the problem they make.

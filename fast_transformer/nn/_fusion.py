@@ -16,13 +16,11 @@ def plain(module: torch.nn.Module, *classes: type) -> bool:
 
     Only then may a fused op take its parameters and stand in for the call.
     """
-    return (
-        type(module) in classes
-        and not (module._forward_pre_hooks or module._forward_hooks)
-        and not (module._backward_pre_hooks or module._backward_hooks)
-        and "forward" not in module.__dict__
-        and not _has_any_global_hook()
-    )
+    if type(module) not in classes:
+        return False
+    own = module.__dict__
+    hooks = own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]
+    return not hooks and "forward" not in own and not _has_any_global_hook()
 
 
 def fused_activation(activation: Callable[[Tensor], Tensor]) -> str | None:

@@ -119,8 +119,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         Raises:
             ValueError, TypeError: a shape or a mask does not fit; the text names it.
         """
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            functional.check_tensor(name, x, nested=True)
+        functional.check_tensor("query", query, nested=True)
+        if not (query is key is value):
+            functional.check_tensor("key", key, nested=True)
+            functional.check_tensor("value", value, nested=True)
         nested = None
         if query.is_nested or key.is_nested or value.is_nested:
             if not (query is key is value):
@@ -154,7 +156,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return (out if nested is None else nest_like(out, nested)), weights
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        for name, x, width in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+        inputs = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
+        if query is key is value and self._qkv_same_embed_dim:
+            inputs = inputs[:1]
+        for name, x, width in inputs:
             if x.dim() != query.dim() or x.dim() not in (2, 3):
                 raise ValueError(
                     f"{name} must have 3 dimensions, or 2 without a batch, the same in query, key and value; "
@@ -185,7 +190,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """Projects x; a tuple of (N, H, L, D) views, one for every embed_dim rows of weight."""
-        y = F.linear(x, weight, bias).unflatten(-1, (-1, self.num_heads, self.head_dim))  # (N, L, n, H, D), (L, N, n, H, D)
+        y = F.linear(x, weight, bias)
+        y = y.view(*y.shape[:-1], -1, self.num_heads, self.head_dim)  # (N, L, n, H, D), (L, N, n, H, D)
         if x.dim() == 2:
             y = y.unsqueeze(0)
         elif not self.batch_first:

@@ -5,7 +5,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ._extension import C
+
 _library = torch.library.Library("fast_transformer", "IMPL")
+
+
+def entry(op: str) -> Callable | None:
+    """What calls `fast_transformer::op`: torch.ops where torch.compile traces, else the module's own function.
+
+    Both go through the dispatcher; the latter spends some microseconds less on reading its arguments.
+    """
+    if C is None:
+        return None
+    traced, direct = getattr(torch.ops.fast_transformer, op).default, getattr(C, op)
+
+    def call(*args):
+        return traced(*args) if torch.compiler.is_compiling() else direct(*args)
+
+    return call
 
 
 def impl_autograd(op: str, recorded: Callable) -> None:

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from .. import reference
 from ._extension import missing
-from ._register import check_devices, differentiable, impl_autograd
+from ._register import check_devices, differentiable, entry, impl_autograd
+
+_call = entry("activation_dropout")
 
 
 def activation_dropout(x: Tensor, bias: Tensor | None, activation: str, *, dropout_p: float, seed: Tensor | None) -> Tensor:
-    return torch.ops.fast_transformer.activation_dropout.default(x, bias, activation, dropout_p, seed)
+    return _call(x, bias, activation, dropout_p, seed)
 
 
 def dropout(x: Tensor, *, dropout_p: float, seed: Tensor | None) -> Tensor:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from .. import reference
 from ._extension import missing
-from ._register import check_devices, differentiable, impl_autograd
+from ._register import check_devices, differentiable, entry, impl_autograd
+
+_call = entry("attention")
 
 _UNLIMITED = 2**62
 
@@ -35,7 +37,7 @@ def attention(
     right = 0 if causal else right
     first = -_UNLIMITED if left is None else query_offset - left
     last = _UNLIMITED if right is None else query_offset + right
-    out, weights, lse = torch.ops.fast_transformer.attention.default(
+    out, weights, lse = _call(
         query, key, value, mask, bias, first, last, scale, softcap or 0.0, dropout_p, seed, return_weights, return_lse
     )
     if return_weights is None:

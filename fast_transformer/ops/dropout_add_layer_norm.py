@@ -8,7 +8,9 @@ from torch import Tensor
 
 from .. import reference
 from ._extension import missing
-from ._register import check_devices, differentiable, impl_autograd
+from ._register import check_devices, differentiable, entry, impl_autograd
+
+_call = entry("dropout_add_layer_norm")
 
 
 def dropout_add_layer_norm(
@@ -22,9 +24,7 @@ def dropout_add_layer_norm(
     seed: Tensor | None,
     prenorm: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    out, total, _ = torch.ops.fast_transformer.dropout_add_layer_norm.default(
-        x, residual, weight, bias, eps, dropout_p, seed, prenorm
-    )
+    out, total, _ = _call(x, residual, weight, bias, eps, dropout_p, seed, prenorm)
     return (out, total) if prenorm else out
 
 
