@@ -2,14 +2,15 @@
 
 import itertools
 import math
+import os
 from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
-from common import TOLERANCES, assert_accurate, keep_count_is_likely, need_extension, randn
-from hypothesis import given
+from common import TOLERANCES, assert_accurate, drawn_keep_mask, keep_count_is_likely, need_extension, randn
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
@@ -240,19 +241,33 @@ def truth(case, returns):
     )
 
 
-def rounded_output_floor(case, grad_out, unit, exact):
-    """What the gradient of a score loses because backward reads rounded results, summed as the bias sums it.
+def gradient_floors(query, key, value, bias, weights, lse, grads, exact, dtype, scale=None, dropout_p=0.0):
+    """What rounding does to the gradients of query, key and bias where their terms cancel, relative to the gradients' sizes.
 
-    A score's gradient is p (dp - delta) with delta = grad_out . out over the output as it was rounded, made of weights that
-    were rounded: delta is off by up to unit |grad_out| . (|out| + p |value|). Where the bias sums over all keys of a query,
-    the truth is 0 and nothing but this is left.
+    The gradient of a score is ds = p (dp - delta), a difference of two numbers of size |grad_out| |value'| (plus the other
+    cotangents) which each carry roundings of that size: delta is grad_out . out over the output as it was rounded to the
+    dtype. If a query has one key, or a bias sums over all keys, the truth is 0 and only these roundings are left. They go
+    through the same products as ds. Besides, backward takes a weight to be exp(score - lse) with an lse that was rounded to
+    float32: all is off by up to 2^-24 |lse|. All in float64; weights: before dropout.
     """
-    _, _, value, _, _ = tensors(case)
-    output, weights, _ = truth(case, "per_head-lse")[0]
-    value = value.repeat_interleave(weights.shape[1] // value.shape[1], 1).abs()
-    delta = unit * (grad_out.double().cpu().abs() * (output.abs() + weights @ value)).sum(-1, keepdim=True)
-    size = exact.abs().max().item() or 1.0
-    return (weights * delta).detach().sum_to_size(exact.shape).max().item() / size
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (x.abs().repeat_interleave(groups, 1) for x in (key, value))
+    grad_out, *others = (g.double().cpu().abs() for g in grads)
+    size = grad_out @ values.mT
+    if others:
+        size = size + (others[0] if others[0].dim() == 4 else others[0][:, None] / query.shape[1])
+    size = size / (1 - dropout_p)
+    ds = (weights * (size + (weights * size).sum(-1, keepdim=True) + (others[1][..., None] if others else 0))).detach()
+    ds = ds * (TOLERANCES[dtype] / 2 if dtype in (bf16, f16) else TOLERANCES[dtype])
+    scale = query.shape[3] ** -0.5 if scale is None else abs(scale)
+    of_key = (ds.mT @ query.abs() * scale).unflatten(1, (-1, groups)).sum(2)
+    roundings = [ds @ keys * scale, of_key, None, None if bias is None else ds.sum_to_size(bias.shape)]
+    relative = 0.0 if dtype == f64 or not lse.numel() else 2.0**-24 * lse.masked_fill(lse.isinf(), 0.0).abs().max().item()
+    floors = []
+    for rounding, truth_ in zip(roundings, exact, strict=False):
+        largest = 0.0 if rounding is None or not rounding.numel() else rounding.max().item()
+        floors.append(relative + largest / ((truth_.abs().max().item() if truth_.numel() else 0.0) or 1.0))
+    return floors
 
 
 def runs():
@@ -282,12 +297,13 @@ def test_results_and_gradients(backend, case, returns, dtype):
         assert_accurate(name, *three, factor=2)
         assert three[0].dtype == (torch.promote_types(dtype, f32) if name == "lse" else dtype)
     exact_grads = exact_grads or [torch.zeros_like(x) for x in tensors(case)[:3]]
-    # Backward takes a weight to be exp(score - lse) with an lse rounded to float32, off by up to 2^-24 |lse|: so is the weight.
-    lse = truth(case, "per_head-lse")[0][2]
-    floor = 2.0**-24 * lse.masked_fill(lse.isinf(), 0.0).abs().max().item() if dtype != f64 and lse.numel() else 0.0
-    for name, *three in zip(("query", "key", "value", "bias"), got_grads, usual_grads, exact_grads, strict=False):
-        if name == "bias" and dtype in (bf16, f16):
-            floor += rounded_output_floor(case, cotangents[0], TOLERANCES[dtype] / 2, three[2])
+    _, weights, lse = truth(case, "per_head-lse")[0]
+    floors = gradient_floors(
+        *tensors(case)[:3], tensors(case)[4], weights, lse, cotangents, exact_grads, dtype, case.options.get("scale")
+    )
+    for name, floor, *three in zip(
+        ("query", "key", "value", "bias"), floors, got_grads, usual_grads, exact_grads, strict=False
+    ):
         assert_accurate(f"gradient of {name}", *three, factor=3, floor=floor)
         assert three[0].dtype == dtype
     assert len(got_grads) == 3 + (bias is not None)
@@ -362,6 +378,140 @@ def test_a_query_that_sees_nothing_leaves_the_others_alone(backend):
     assert (out[:, 1, 10:50] == 0).all() and (grads[0][:, 1, 10:50] == 0).all()
     assert (out[:, 0] != 0).all() and (out[:, 1, 50:] != 0).all()
     assert all(g.isfinite().all() for g in grads)
+
+
+# Every feature with every other, on every instruction set: against the reference in float64, which the cases above compare with
+# the loop
+
+LENGTHS = [1, 2, 4, 5, 16, 17, 63, 64, 65, 127, 128, 129, 200]  # around the sizes of blocks, strips and vectors
+
+
+@st.composite
+def any_call(draw):
+    """Shapes, options and a seed for everything random."""
+    B, Hkv, groups = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    L, S = draw(st.sampled_from(LENGTHS)), draw(st.sampled_from(LENGTHS))
+    sizes = st.sampled_from([1, 3, 8, 20, 32, 64, 80, 128])
+    shape = dict(B=B, H=Hkv * groups, Hkv=Hkv, L=L, S=S, D=draw(sizes), Dv=draw(sizes))
+    full = (B, Hkv * groups, L, S)
+    patterns = st.none() | st.tuples(*(st.sampled_from([1, n]) for n in full))
+    side = st.none() | st.integers(0, 150)
+    options = dict(
+        causal=draw(st.booleans()),
+        query_offset=draw(st.sampled_from([0, 0, S - L, -7, 40])),
+        window=draw(st.none() | st.tuples(side, side)),
+        scale=draw(st.sampled_from([None, None, 0.3, -0.2, 0.0])),
+        softcap=draw(st.sampled_from([None, None, 0.8, 20.0])),
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.3])),
+    )
+    return shape, draw(patterns), draw(patterns), options, draw(st.sampled_from(list(RETURNS))), draw(st.integers(0, 999))
+
+
+def padded_or_sparse(shape, S):
+    """A random mask whose keys may end early or begin late, as padding does."""
+    mask = torch.rand(shape) < 0.8
+    if shape[3] == S:
+        begin, end = sorted(torch.randint(0, S + 1, (2,)).tolist())
+        mask[..., :begin] = mask[..., end:] = False
+    return mask
+
+
+@need_extension
+@pytest.mark.parametrize("dtype", [f32, bf16, f16, f64], ids=str)
+@given(call=any_call())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_combination_on_every_instruction_set(level, dtype, call):
+    shape, mask_shape, bias_shape, options, returns, seed = call
+    torch.manual_seed(seed)
+    query, key, value = (
+        randn(shape["B"], h, n, d)
+        for h, n, d in (
+            (shape["H"], shape["L"], shape["D"]),
+            (shape["Hkv"], shape["S"], shape["D"]),
+            (shape["Hkv"], shape["S"], shape["Dv"]),
+        )
+    )
+    query = query * shape["D"] ** -0.25  # scores of size 1 to 10, whatever scale is
+    query = query.bfloat16().half().double()
+    mask = None if mask_shape is None else padded_or_sparse(mask_shape, shape["S"])
+    bias = None if bias_shape is None else randn(*bias_shape)
+
+    def run(backend):
+        def fn(q, k, v, bias, extras=RETURNS[returns]):
+            torch.manual_seed(seed)
+            return attention(q, k, v, mask=mask, bias=bias, backend=backend, **options, **extras)
+
+        return fn
+
+    exact, cotangents, exact_grads = with_gradients(run("reference"), query, key, value, bias)
+    kept = drawn_keep_mask(seed, (shape["B"], shape["H"], shape["L"], shape["S"]), options["dropout_p"])
+    clean = {name: x for name, x in options.items() if name != "dropout_p"}
+
+    def usually(q, k, v, bias):
+        output, weights, lse = plain(q, k, v, mask=mask, bias=bias, **clean)
+        if kept is not None:
+            weights = weights * kept.to(weights.dtype)
+            output = weights @ v.repeat_interleave(weights.shape[1] // v.shape[1], 1)
+        return select(returns, output, weights, lse)
+
+    inputs = [x if x is None else x.to(dtype) for x in (query, key, value, bias)]
+    usual, _, usual_grads = with_gradients(usually, *inputs, cotangents)
+    got, _, got_grads = with_gradients(run("cpu"), *inputs, cotangents)
+    for name, *three in zip(("output", "weights", "lse"), got, usual, exact, strict=False):
+        assert_accurate(name, *three, factor=2)
+    _, weights, lse = attention(query, key, value, mask=mask, bias=bias, backend="reference", **clean, **EXTRAS)
+    floors = gradient_floors(
+        query, key, value, bias, weights, lse, cotangents, exact_grads, dtype, options["scale"], options["dropout_p"]
+    )
+    for name, floor, *three in zip(
+        ("query", "key", "value", "bias"), floors, got_grads, usual_grads, exact_grads, strict=False
+    ):
+        assert_accurate(f"gradient of {name}", *three, factor=3, floor=floor)
+
+
+# Threads and sizes
+
+
+@need_extension
+@pytest.mark.parametrize("shape", [(1, 1, 300, 700), (2, 3, 130, 200), (3, 8, 20, 20)], ids=str)
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
+def test_the_same_bits_for_any_number_of_threads(dtype, shape):
+    B, H, L, S = shape
+    inputs = [torch.randn(B, H, n, 32, dtype=dtype) for n in (L, S, S)]
+    bias, mask = torch.randn(1, H, L, S, dtype=dtype), torch.rand(B, 1, 1, S) < 0.9
+
+    def fn(q, k, v, bias):
+        torch.manual_seed(5)
+        return attention(q, k, v, bias=bias, mask=mask, dropout_p=0.2, return_weights="mean", backend="cpu")
+
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 4, 2):
+            torch.set_num_threads(threads)
+            torch.manual_seed(11)
+            got, _, grads = with_gradients(fn, *inputs, bias)
+            results.append([*got, *grads])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+MEMORY = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@need_extension
+@pytest.mark.skipif(MEMORY < 12e9, reason=f"needs 12 GB of free memory, there are {MEMORY / 1e9:.0f}")
+def test_scores_past_2_to_the_31():
+    """46400 x 46400 weights in bfloat16: offsets need 64 bits. The last queries against a call of their own."""
+    n = 46400
+    q, k, v = (torch.randn(1, 1, n, 8, dtype=bf16) for _ in range(3))
+    mask = (torch.arange(n) % 3 != 0).expand(n, n)
+    out, weights = attention(q, k, v, mask=mask, return_weights="per_head", backend="cpu")
+    tail = slice(n - 70, n)
+    few, few_weights = attention(q[:, :, tail], k, v, mask=mask[tail], return_weights="per_head", backend="cpu")
+    assert torch.equal(weights[:, :, tail], few_weights) and (weights.numel() > 2**31)
+    assert torch.equal(out[:, :, tail], few)
 
 
 # Memory layouts

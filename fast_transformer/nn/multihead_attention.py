@@ -191,7 +191,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """Projects x; a tuple of (N, H, L, D) views, one for every embed_dim rows of weight."""
         y = F.linear(x, weight, bias)
-        y = y.view(*y.shape[:-1], -1, self.num_heads, self.head_dim)  # (N, L, n, H, D), (L, N, n, H, D)
+        parts = y.shape[-1] // self.embed_dim
+        y = y.view(*y.shape[:-1], parts, self.num_heads, self.head_dim)  # (N, L, n, H, D), (L, N, n, H, D)
         if x.dim() == 2:
             y = y.unsqueeze(0)
         elif not self.batch_first:
