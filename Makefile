@@ -32,7 +32,7 @@ bench: setup
 # The kernels alone, without torch, under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize:
 	mkdir -p build
-	$(CXX) -std=c++20 -O1 -g -fno-tree-slp-vectorize -ffp-contract=fast -fsanitize=address,undefined \
+	$(CXX) -std=c++20 -O1 -g -DFT_POISON -fno-tree-slp-vectorize -ffp-contract=fast -fsanitize=address,undefined \
 	    -fno-sanitize-recover=undefined -w tests/sanitize.cpp csrc/cpu/levels/*.cpp -o build/sanitize
 	build/sanitize
 

@@ -1,11 +1,15 @@
 // Every CPU kernel of every instruction set this machine has, on buffers of exactly the right size, under AddressSanitizer and
-// UndefinedBehaviorSanitizer (`make sanitize`): no access outside the tensors, whatever the row length. Says nothing about
-// values.
+// UndefinedBehaviorSanitizer (`make sanitize`): no access outside the tensors, whatever the sizes. Scratch memory and the
+// results of attention start as NaN, and finite inputs must leave none: every element is written, from memory that was.
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <vector>
 
+#include "../csrc/cpu/amx.h"
 #include "../csrc/cpu/kernels.h"
 
 using namespace ft;
@@ -49,12 +53,114 @@ void run(const Kernels& kernels, int dtype, int64_t rows, int64_t n, const Dropo
   }
 }
 
+struct Results : std::vector<uint8_t> {
+  explicit Results(int64_t n) : std::vector<uint8_t>(n, 0xFF) {}
+
+  // Infinity is a result too (the log-sum-exp of a query that sees nothing), NaN is not.
+  void check(DType dtype, const char* what) const {
+    const int64_t bytes = dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
+    for (size_t i = 0; i + bytes <= size(); i += bytes) {
+      uint64_t bits = 0;
+      memcpy(&bits, data() + i, bytes);
+      const int mantissa = dtype == DType::f64 ? 52 : dtype == DType::f32 ? 23 : dtype == DType::bf16 ? 7 : 10;
+      const uint64_t magnitude = bits & ((uint64_t(1) << (8 * bytes - 1)) - 1);
+      const uint64_t infinity = ((uint64_t(1) << (8 * bytes - 1)) - 1) >> mantissa << mantissa;
+      if (magnitude > infinity) {
+        printf("%s of attention holds NaN at %zu of %zu bytes\n", what, i, size());
+        abort();
+      }
+    }
+  }
+};
+
+// options: 1 a mask for every score, 2 a bias, 4 causal, 8 dropout, 16 a softcap and gradients of the weights, 32 mask and bias
+// of the keys alone.
+void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int64_t D, int64_t Dv, int options) {
+  const DType type = static_cast<DType>(dtype), wide_type = type == DType::f64 ? DType::f64 : DType::f32;
+  const int64_t H = 2, size = type == DType::f64 ? 8 : type == DType::f32 ? 4 : 2, wide = type == DType::f64 ? 8 : 4;
+  const int64_t rows = options & 32 ? 1 : L;
+  Bytes query(H * L * D * size), key(S * D * size), value(S * Dv * size), mask(rows * S), bias(rows * S * size);
+  Bytes grad_out(H * L * Dv * size), grad_weights(L * S * size);
+  for (char& byte : mask) byte &= 1;
+  Results out(H * L * Dv * size), lse(H * L * wide), exponents(2 * H * L * wide), mean(L * S * size), delta(H * L * wide);
+  Results grad_query(H * L * D * size), grad_key(S * D * size), grad_value(S * Dv * size);
+
+  AttentionProblem p;
+  p.query = {query.data(), H * L * D, L * D, D};
+  p.key = {key.data(), S * D, S * D, D};
+  p.value = {value.data(), S * Dv, S * Dv, Dv};
+  const int64_t row = options & 32 ? 0 : S;
+  if (options & 1) p.mask = {mask.data(), DType::f32, 0, 0, row, 1};
+  if (options & 2) p.bias = {bias.data(), type, 0, 0, row, 1};
+  p.batch = p.kv_heads = 1;
+  p.heads = H;
+  p.L = L;
+  p.S = S;
+  p.D = D;
+  p.Dv = Dv;
+  p.first = -L;
+  p.last = options & 4 ? 0 : S;
+  p.scale = 0.3;
+  p.softcap = options & 16 ? 2.0 : 0.0;
+  if (options & 8) p.dropout = Dropout(0.3, 7);
+
+  AttentionForward forward = {p, {out.data(), H * L * Dv, L * Dv, Dv}, lse.data(), exponents.data(), 1};
+  kernels.attention_rows[dtype](forward, 0, 1);
+  out.check(type, "output (rows)");
+  std::fill(out.begin(), out.end(), 0xFF);
+  kernels.attention_forward[dtype](forward, 0, 1);
+  out.check(type, "output");
+  lse.check(wide_type, "lse");
+  AttentionWeights weights = {p, exponents.data(), mean.data(), false};
+  kernels.attention_weights[dtype](weights, 0, (L + kQueries - 1) / kQueries);
+  mean.check(type, "weights");
+
+  AttentionDelta pass = {p};
+  pass.out = {out.data(), H * L * Dv, L * Dv, Dv};
+  pass.grad_out = {grad_out.data(), H * L * Dv, L * Dv, Dv};
+  pass.lse = lse.data();
+  pass.grad_lse = nullptr;
+  if (options & 16) pass.grad_weights = {grad_weights.data(), type, 0, 0, S, 1};
+  pass.grad_weights_scale = 0.5;
+  pass.delta = delta.data();
+  kernels.attention_delta[dtype](pass, 0, H * ((L + kQueries - 1) / kQueries));
+  delta.check(wide_type, "delta");
+
+  const bool dense = rows != 1 && S != 1;
+  std::vector<char> sums((dense ? H * L * S * wide : H * 2 * rows * S * 8), 0);
+  for (int64_t chunks : {1, 2}) {
+    Results parts(chunks * H * L * D * wide);
+    AttentionBackward backward = {p};
+    backward.grad_out = pass.grad_out;
+    backward.lse = lse.data();
+    backward.delta = delta.data();
+    backward.grad_weights = pass.grad_weights;
+    backward.grad_weights_scale = pass.grad_weights_scale;
+    backward.grad_query = {grad_query.data(), H * L * D, L * D, D};
+    backward.grad_key = {grad_key.data(), S * D, S * D, D};
+    backward.grad_value = {grad_value.data(), S * Dv, S * Dv, Dv};
+    backward.grad_query_parts = chunks > 1 ? parts.data() : nullptr;
+    const int64_t heads = rows * S * (dense ? 1 : 2);
+    if (options & 2) backward.grad_bias = {sums.data(), 0, heads, dense ? 0 : rows * S, S != 1, rows != 1 ? S : 0};
+    backward.batch_tasks = backward.head_tasks = 1;
+    backward.chunks = chunks;
+    kernels.attention_backward[dtype](backward, 0, chunks);
+    if (chunks > 1)
+      parts.check(wide_type, "parts of the gradient of query");
+    else
+      grad_query.check(type, "gradient of query");
+    grad_key.check(type, "gradient of key");
+    grad_value.check(type, "gradient of value");
+  }
+}
+
 int main() {
   std::vector<const Kernels*> tables = {&kernels_generic};
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2")) tables.push_back(&kernels_avx2);
   if (__builtin_cpu_supports("avx512bw")) tables.push_back(&kernels_avx512);
   if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&kernels_avx512_bf16);
+  if (amx_usable()) tables.push_back(&kernels_amx);
 #endif
   int runs = 0;
   for (const Kernels* kernels : tables)
@@ -66,5 +172,15 @@ int main() {
               run(*kernels, dtype, rows, n, dropout, options);
               ++runs;
             }
-  printf("%d runs of every kernel, nothing read or written out of bounds\n", runs);
+  for (const Kernels* kernels : tables)
+    for (int dtype = 0; dtype < kDTypes; ++dtype)
+      for (int64_t L : {1, 5, 64, 65, 130})
+        for (int64_t S : {1, 31, 64, 129, 200})
+          for (int64_t D : {1, 20, 32, 80})
+            for (int options = 0; options < 64; ++options) {
+              if (options & 32 && !(options & 3)) continue;
+              run_attention(*kernels, dtype, L, S, D, D == 20 ? 7 : D, options);
+              ++runs;
+            }
+  printf("%d runs of the kernels, nothing read or written out of bounds\n", runs);
 }

@@ -94,8 +94,11 @@ class BackwardTask {
     memset(delta_ + a_.L, 0, (padded_ - a_.L) * sizeof(C));
     memset(grad_query_, 0, padded_ * rows_padded(a_.D) * sizeof(C));
     tile_.at_head(batch, head);
+    KeyRange range(a_, 0, a_.L);
+    range.without_padding(a_, batch, head, 1);
     for (int64_t block = chunk; block < block_count(); block += a_.chunks) {
       const int64_t k = block * kBlock, local = block / a_.chunks * kBlock, keys = a_.S - k < kBlock ? a_.S - k : kBlock;
+      if (k >= range.end || k + keys <= range.begin) continue;
       const Operand<T> key_a({key[k], key.stride}, keys, a_.D, key_, true, true);
       const Operand<T> value_a({value[k], value.stride}, keys, a_.Dv, value_, true, false);
       C* const grad_key = grad_key_ + local * OperandB::columns(a_.D);

@@ -27,25 +27,25 @@ class ForwardTask {
       : a_(a), tile_(a, false), query_(depth<T>(a.D) * kQueries), output_(round_up(a.Dv, 16) * kQueries) {}
 
   void run(int64_t batch, int64_t kv_head, int64_t chunk) {
-    int64_t begin, end;
-    ScoreTile<T>::key_range(a_, 0, a_.L, begin, end);
-    begin = begin / kKeys * kKeys;
-    const int64_t keys = end > begin ? end - begin : 0;
+    const int64_t group = a_.heads / a_.kv_heads;
+    KeyRange range(a_, 0, a_.L);
+    range.without_padding(a_, batch, kv_head * group, group);
+    range.begin = range.begin / kKeys * kKeys;
+    const int64_t begin = range.begin, keys = range.end > begin ? range.end - begin : 0;
     Buffer<E> key_scratch(Operand<T>::scratch(keys, a_.D)), value_scratch(Operand<T>::scratch(keys, a_.Dv));
     const Rows<const T> key = head_of<T>(a_.key, batch, kv_head), value = head_of<T>(a_.value, batch, kv_head);
     const Operand<T> keys_a({key[begin], key.stride}, keys, a_.D, key_scratch, true, false);
     const Operand<T> values_a({value[begin], value.stride}, keys, a_.Dv, value_scratch, false, true);
-    const int64_t group = a_.heads / a_.kv_heads;
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       tile_.at_head(batch, head);
       for (int64_t query = chunk * kQueries; query < a_.L; query += a_.chunks * kQueries)
-        block(batch, head, query, keys_a.rows, values_a.columns, begin);
+        block(batch, head, query, keys_a.rows, values_a.columns, range);
     }
   }
 
  private:
-  // One block of queries; key and value begin at the key `offset`.
-  void block(int64_t batch, int64_t head, int64_t query, Matrix<E> key, Matrix<E> value, int64_t offset) {
+  // One block of queries; key and value are laid out for the keys of `range`.
+  void block(int64_t batch, int64_t head, int64_t query, Matrix<E> key, Matrix<E> value, const KeyRange& range) {
     const int64_t queries = a_.L - query < kQueries ? a_.L - query : kQueries;
     const Rows<const T> q = head_of<T>(a_.query, batch, head);
     transposed_operand<T>({q[query], q.stride}, queries, a_.D, query_);
@@ -54,9 +54,10 @@ class ForwardTask {
       sum_[i] = 0;
     }
     memset(output_, 0, round_up(a_.Dv, 16) * kQueries * sizeof(C));
-    int64_t first, end;
-    ScoreTile<T>::key_range(a_, query, queries, first, end);
-    for (int64_t k = first / kKeys * kKeys; k < end; k += kKeys) {
+    const KeyRange seen(a_, query, queries);
+    const int64_t first = seen.begin > range.begin ? seen.begin / kKeys * kKeys : range.begin;
+    const int64_t end = seen.end < range.end ? seen.end : range.end, offset = range.begin;
+    for (int64_t k = first; k < end; k += kKeys) {
       if (!tile_.locate(query, queries, k, end - k < kKeys ? end - k : kKeys)) continue;
       tile_.compute(query_, {key.data + (k - offset) * key.row, key.row, key.column});
       raise_top();

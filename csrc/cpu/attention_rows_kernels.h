@@ -16,7 +16,7 @@ class RowsTask {
   static constexpr int n = kLanes<C>;
 
   const AttentionForward& a_;
-  const int64_t rows_;                 // queries of all the heads that share a key head
+  const int64_t group_, rows_;         // heads that share a key head, and all their queries
   const int64_t block_;                // keys: if a second query reads them, as many as the first-level cache holds
   Buffer<C> query_, output_, scores_;  // output (rows, Dv), unnormalised
   Buffer<C> top_, sum_;                // (rows): as in ForwardTask
@@ -24,7 +24,8 @@ class RowsTask {
  public:
   explicit RowsTask(const AttentionForward& a)
       : a_(a),
-        rows_(a.heads / a.kv_heads * a.L),
+        group_(a.heads / a.kv_heads),
+        rows_(group_ * a.L),
         block_(rows_ > 1 ? kStrip : kKeys),
         query_(a.D),
         output_(rows_ * round_up(a.Dv, n)),
@@ -39,12 +40,12 @@ class RowsTask {
       sum_[r] = 0;
     }
     memset(output_, 0, rows_ * round_up(a_.Dv, n) * sizeof(C));
-    int64_t first, end;
-    ScoreTile<T>::key_range(a_, 0, a_.L, first, end);
-    for (int64_t k = first / block_ * block_; k < end; k += block_) {
-      const int64_t keys = end - k < block_ ? end - k : block_;
+    KeyRange range(a_, 0, a_.L);
+    range.without_padding(a_, batch, kv_head * group_, group_);
+    for (int64_t k = range.begin / block_ * block_; k < range.end; k += block_) {
+      const int64_t keys = range.end - k < block_ ? range.end - k : block_;
       for (int64_t r = 0; r < rows_; ++r) {
-        const int64_t head = kv_head * (rows_ / a_.L) + r / a_.L, query = r % a_.L;
+        const int64_t head = kv_head * group_ + r / a_.L, query = r % a_.L;
         uint32_t visible[kKeys / kStrip];
         if (!find_visible(batch, head, query, k, keys, visible)) continue;
         score(head_of<T>(a_.query, batch, head)[query], {key[k], key.stride}, keys);
@@ -53,7 +54,7 @@ class RowsTask {
         accumulate(r, {value[k], value.stride}, keys);
       }
     }
-    for (int64_t r = 0; r < rows_; ++r) write(r, batch, kv_head * (rows_ / a_.L) + r / a_.L, r % a_.L);
+    for (int64_t r = 0; r < rows_; ++r) write(r, batch, kv_head * group_ + r / a_.L, r % a_.L);
   }
 
  private:

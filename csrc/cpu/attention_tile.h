@@ -311,6 +311,30 @@ struct Strip {
   int keys() const { return end - begin; }
 };
 
+// Keys [begin, end) that the queries [query, query + count) may see by their positions.
+struct KeyRange {
+  int64_t begin, end;
+
+  KeyRange(const AttentionProblem& p, int64_t query, int64_t count)
+      : begin(query + p.first < 0 ? 0 : query + p.first), end(query + count + p.last > p.S ? p.S : query + count + p.last) {}
+
+  // Without the keys at either end that the mask hides from every query of these heads, as it hides padding.
+  void without_padding(const AttentionProblem& p, int64_t batch, int64_t head, int64_t heads) {
+    if (!p.mask.data || p.mask.query != 0 || p.mask.key == 0) return;
+    int64_t first = end, last = begin;
+    for (int64_t h = head; h < (p.mask.head ? head + heads : head + 1); ++h) {
+      const uint8_t* row = (const uint8_t*)p.mask.data + batch * p.mask.batch + h * p.mask.head;
+      int64_t i = begin, j = end;
+      while (i < first && !row[i]) ++i;
+      while (j > last && !row[j - 1]) --j;
+      first = i < first ? i : first;
+      last = j > last ? j : last;
+    }
+    begin = first;
+    end = last;
+  }
+};
+
 // A block of scores, [key][query], and what goes with it.
 template <typename T>
 class ScoreTile {
@@ -339,12 +363,6 @@ class ScoreTile {
   void at_head(int64_t batch, int64_t head) {
     batch_ = batch;
     head_ = head;
-  }
-
-  // Keys that some query of [begin, begin + rows) may see by its position.
-  static void key_range(const AttentionProblem& p, int64_t begin, int64_t rows, int64_t& first, int64_t& end) {
-    first = begin + p.first < 0 ? 0 : begin + p.first;
-    end = begin + rows + p.last > p.S ? p.S : begin + rows + p.last;
   }
 
   // Goes to a block; false if no query there sees a key.
@@ -403,10 +421,27 @@ class ScoreTile {
   bool find_visible() {
     const AttentionProblem& p = problem_;
     const bool within = first_key >= first_query + queries - 1 + p.first && first_key + keys - 1 <= first_query + p.last;
-    masked_ = p.mask.data || !within;
-    if (masked_) {
-      band_words();
-      if (p.mask.data) mask_words();
+    const bool shared = p.mask.data && p.mask.query == 0;  // one row of the mask for all queries
+    uint32_t row[kWords];
+    bool shows = false, hides = false;
+    if (shared) {
+      read_mask(mask_row(), row);
+      for (int w = 0; w * kStrip < keys; ++w) {
+        shows |= row[w] != 0;
+        hides |= row[w] != bits_below(keys - w * kStrip);
+      }
+      if (!shows) return false;
+    }
+    masked_ = !within || hides || (p.mask.data && !shared);
+    if (masked_) band_words();
+    for (int w = 0; hides && w * kStrip < keys; ++w)
+      for (int v = 0; v < vectors(); ++v) {
+        const Ints<C> bits = words(w, v) & (Word)row[w];
+        memcpy(visible_ + w * kQueries + v * n, &bits, sizeof bits);
+      }
+    for (int64_t q = 0; p.mask.data && !shared && q < queries; ++q) {
+      read_mask(mask_row() + q * p.mask.query, row);
+      for (int w = 0; w * kStrip < keys; ++w) visible_[w * kQueries + q] &= (Word)row[w];
     }
     strip_count = 0;
     for (int w = 0; w * kStrip < keys; ++w) {
@@ -469,18 +504,17 @@ class ScoreTile {
       }
   }
 
-  // ... and by the mask.
-  void mask_words() {
+  // The mask of the block's first query, and a row of it as bits.
+  const uint8_t* mask_row() const {
     const Scores& mask = problem_.mask;
-    const uint8_t* row =
-        (const uint8_t*)mask.data + batch_ * mask.batch + head_ * mask.head + first_query * mask.query + first_key * mask.key;
-    uint32_t bits[kWords];
-    for (int64_t q = 0; q < queries; ++q, row += mask.query)
-      for (int w = 0; w * kStrip < keys; ++w) {
-        const int64_t count = keys - w * kStrip < kStrip ? keys - w * kStrip : kStrip;
-        if (q == 0 || mask.query != 0) bits[w] = mask.key ? nonzero_bits(row + w * kStrip, count) : *row ? ~0u : 0;
-        visible_[w * kQueries + q] &= (Word)bits[w];
-      }
+    return (const uint8_t*)mask.data + batch_ * mask.batch + head_ * mask.head + first_query * mask.query +
+           first_key * mask.key;
+  }
+  void read_mask(const uint8_t* row, uint32_t* bits) const {
+    for (int w = 0; w * kStrip < keys; ++w) {
+      const int64_t count = keys - w * kStrip < kStrip ? keys - w * kStrip : kStrip;
+      bits[w] = problem_.mask.key ? nonzero_bits(row + w * kStrip, count) : *row ? bits_below(count) : 0;
+    }
   }
 
   // Reads the bias of the block; false if it is -inf everywhere.

@@ -43,10 +43,9 @@ class WeightsPass {
     const Rows<const T> key = head_of<T>(p_.key, batch, head / (p_.heads / p_.kv_heads));
     transposed_operand<T>({q[query], q.stride}, queries, p_.D, query_);
     tile_.at_head(batch, head);
-    int64_t first, end;
-    ScoreTile<T>::key_range(p_, query, queries, first, end);
-    for (int64_t k = first / kKeys * kKeys; k < end; k += kKeys) {
-      const int64_t keys = end - k < kKeys ? end - k : kKeys;
+    const KeyRange range(p_, query, queries);
+    for (int64_t k = range.begin / kKeys * kKeys; k < range.end; k += kKeys) {
+      const int64_t keys = range.end - k < kKeys ? range.end - k : kKeys;
       if (!tile_.locate(query, queries, k, keys)) continue;
       const Operand<T> block({key[k], key.stride}, keys, p_.D, key_, true, false);
       tile_.compute(query_, block.rows);
