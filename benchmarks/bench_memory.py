@@ -42,7 +42,10 @@ def training_step(op, L):
 
 def main():
     rows = []
-    for provider, op, lengths in (("fast_transformer", functional.attention, (2048, 4096, 16384)), ("plain", plain, (2048, 4096))):
+    for provider, op, lengths in (
+        ("fast_transformer", functional.attention, (2048, 4096, 16384)),
+        ("plain", plain, (2048, 4096)),
+    ):
         for L in lengths:
             case = {"work": "attention, training step", "shape": f"1 8 {L} 64", "provider": provider}
             rows.append(case | {"peak_MB": peak(training_step(op, L)), "scores_MB": 8 * L * L * 4 / 2**20})

@@ -469,6 +469,20 @@ def test_any_combination_on_every_instruction_set(level, dtype, call):
         assert_accurate(f"gradient of {name}", *three, factor=3, floor=floor)
 
 
+@need_extension
+@pytest.mark.parametrize("return_weights", [None, "mean", "per_head"])
+def test_opcheck(return_weights):
+    forward, backward = torch.ops.fast_transformer.attention.default, torch.ops.fast_transformer.attention_backward.default
+    inputs = [torch.randn(2, h, n, 8, requires_grad=True) for h, n in ((4, 5), (2, 7), (2, 7))]
+    bias, mask = torch.randn(1, 4, 5, 7, requires_grad=True), torch.rand(2, 1, 1, 7) < 0.8
+    rest = (-(2**62), 2, 0.3, 1.5, 0.1, torch.tensor(5), return_weights)  # first, last, scale, softcap, dropout_p, seed
+    torch.library.opcheck(forward, (*inputs, mask, bias, *rest, True))
+    torch.library.opcheck(forward, (*(x.detach() for x in inputs), None, None, *rest, False))
+    out, weights, lse = forward(*(x.detach() for x in inputs), mask, bias.detach(), *rest, True)
+    grads = [torch.randn_like(out), None if return_weights is None else torch.randn_like(weights), torch.randn_like(lse)]
+    torch.library.opcheck(backward, (*grads, *inputs, mask, bias, *rest, out, lse, True))
+
+
 # Threads and sizes
 
 
@@ -512,6 +526,19 @@ def test_scores_past_2_to_the_31():
     few, few_weights = attention(q[:, :, tail], k, v, mask=mask[tail], return_weights="per_head", backend="cpu")
     assert torch.equal(weights[:, :, tail], few_weights) and (weights.numel() > 2**31)
     assert torch.equal(out[:, :, tail], few)
+
+
+@pytest.mark.parametrize("where", ["query", "key", "value", "bias"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@need_extension
+def test_what_is_not_finite_shows_where_it_shows_in_pytorch(value, where):
+    inputs = dict(query=torch.randn(2, 2, 70, 8), key=torch.randn(2, 2, 200, 8), value=torch.randn(2, 2, 200, 8))
+    inputs["bias"] = torch.randn(70, 200)
+    inputs[where][..., 5, 3] = value
+    got, expected = (attention(**inputs, backend=b, **EXTRAS) for b in ("cpu", "reference"))
+    for x, y in zip(got, expected, strict=True):  # (a log-sum-exp of infinity may be NaN)
+        assert torch.equal(x.isfinite(), y.isfinite())
+        close(x.nan_to_num(0.0, 0.0, 0.0), y.nan_to_num(0.0, 0.0, 0.0))
 
 
 # Memory layouts

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from common import need_extension
 from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.utils import parametrize
@@ -707,6 +708,19 @@ def test_export_with_dynamic_sizes(mode):
         ).module()
         xs = torch.randn(2, 9, E, dtype=f64), torch.randn(2, 7, E, dtype=f64)
         torch.testing.assert_close(exported(*xs, tgt_is_causal=True), stack(*xs, tgt_is_causal=True), **CLOSE)
+
+
+@need_extension
+def test_export_of_training_with_dropout_and_a_dynamic_length():
+    layer = make("encoder", dropout=0.3).train()
+    length = torch.export.Dim("length", min=2, max=64)
+    exported = torch.export.export(layer, (torch.randn(2, 16, E, dtype=f64),), dynamic_shapes=({1: length},)).module()
+    for n in (7, 40):
+        x = torch.randn(2, n, E, dtype=f64)
+        torch.manual_seed(1)
+        got = exported(x)
+        torch.manual_seed(1)
+        torch.testing.assert_close(got, layer(x), **CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")

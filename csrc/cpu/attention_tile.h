@@ -491,8 +491,8 @@ class ScoreTile {
     for (int i = 0; i < n; ++i) lane[i] = i;
     const auto below = [](Ints<C> count) {  // a word of so many bits
       count = count < 0 ? Ints<C>{} : count;
-      const Ints<C> bits = (Ints<C>{} + 1) << (count & (kStrip - 1));
-      return count >= kStrip ? Ints<C>{} - 1 : bits - 1;
+      const Ints<C> all = Ints<C>{} - 1;
+      return count >= kStrip ? all : ~(all << (count & (kStrip - 1)));
     };
     for (int w = 0; w * kStrip < keys; ++w)
       for (int v = 0; v < vectors(); ++v) {

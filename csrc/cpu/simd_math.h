@@ -76,13 +76,13 @@ inline Vec<double> exp2(Vec<double> x) {
 
 constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.69314718055994531;
 
-// The natural logarithm of x >= 1/2, finite: x = 2^e m, 2/3 <= m < 4/3, log m = 2 atanh((m - 1) / (m + 1)).
+// The natural logarithm of x >= 1/2: x = 2^e m, 2/3 <= m < 4/3, log m = 2 atanh((m - 1) / (m + 1)). NaN if x is not finite.
 inline Vec<float> log(Vec<float> x) {
   const Ints<float> e = ((Ints<float>)x - 0x3F2AAAAB) >> 23;
   const Vec<float> m = (Vec<float>)((Ints<float>)x - (e << 23)), s = (m - 1) / (m + 1), ss = s * s;
   const float p[] = {2 / 3.0f, 2 / 5.0f, 2 / 7.0f, 2 / 9.0f};
   const Vec<float> low = __builtin_convertvector(e, Vec<float>);
-  return low * 0x1.62e400p-1f + (2 * s + (ss * s * polynomial(p, ss) + low * 0x1.7f7d1cp-20f));
+  return low * 0x1.62e400p-1f + (2 * s + (ss * s * polynomial(p, ss) + low * 0x1.7f7d1cp-20f)) + (x - x);
 }
 inline Vec<double> log(Vec<double> x) {
   return per_lane(x, [](double v) { return ::log(v); });
