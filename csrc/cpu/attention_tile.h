@@ -343,7 +343,6 @@ class ScoreTile {
   using E = Element<T>;
   using Word = decltype(Ints<C>{}[0] + 0);
   static constexpr int n = kLanes<C>;
-  static constexpr int kVectors = kQueries / n;
 
   Buffer<C> scores, slopes;  // slopes: derivative of the softcap
   C factor;                  // what is left to multiply `scores` by
@@ -410,7 +409,7 @@ class ScoreTile {
   static constexpr int kWords = kKeys / kStrip;
 
   const AttentionProblem& problem_;
-  bool derivative_, masked_;
+  bool derivative_;
   int64_t batch_, head_;
   Buffer<C> bias_;
   Buffer<Word> visible_, kept_;  // [strip][query], a bit for each key
@@ -432,8 +431,8 @@ class ScoreTile {
       }
       if (!shows) return false;
     }
-    masked_ = !within || hides || (p.mask.data && !shared);
-    if (masked_) band_words();
+    const bool masked = !within || hides || (p.mask.data && !shared);
+    if (masked) band_words();
     for (int w = 0; hides && w * kStrip < keys; ++w)
       for (int v = 0; v < vectors(); ++v) {
         const Ints<C> bits = words(w, v) & (Word)row[w];
@@ -446,7 +445,7 @@ class ScoreTile {
     strip_count = 0;
     for (int w = 0; w * kStrip < keys; ++w) {
       Strip strip = {w * kStrip, keys - w * kStrip < kStrip ? (int)keys : (w + 1) * kStrip, 0, vectors(), false};
-      if (masked_) {
+      if (masked) {
         const int64_t first = first_key + strip.begin - p.last - first_query;  // the queries that see this far
         const int64_t last = first_key + strip.end - 1 - p.first - first_query;
         if (last < 0 || first >= queries) continue;
