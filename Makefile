@@ -29,12 +29,17 @@ test: setup
 bench: setup
 	cd benchmarks && for file in bench_*.py; do $(RUN)/python $$file || exit 1; done
 
-# The kernels alone, without torch, under AddressSanitizer and UndefinedBehaviorSanitizer.
-sanitize:
-	mkdir -p build
-	$(CXX) -std=c++20 -O1 -g -DFT_POISON -fno-tree-slp-vectorize -ffp-contract=fast -fsanitize=address,undefined \
-	    -fno-sanitize-recover=undefined -w tests/sanitize.cpp csrc/cpu/levels/*.cpp -o build/sanitize
-	build/sanitize
+# The kernels alone, without torch, under AddressSanitizer and UndefinedBehaviorSanitizer. (make -j compiles side by side.)
+SANITIZED := $(patsubst %.cpp,build/sanitize/%.o,tests/sanitize.cpp $(wildcard csrc/cpu/levels/*.cpp))
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
+
+build/sanitize/%.o: %.cpp $(CPP)
+	mkdir -p $(@D)
+	$(CXX) -std=c++20 -O1 -g -DFT_POISON -fno-tree-slp-vectorize -ffp-contract=fast $(SANITIZE) -w -c $< -o $@
+
+sanitize: $(SANITIZED)
+	$(CXX) $(SANITIZE) $(SANITIZED) -o build/sanitize/run
+	build/sanitize/run
 
 lint: $(VENV)/.installed
 	$(RUN)/ruff check .

@@ -7,6 +7,8 @@ are 8 tensors of 8 L 64 elements; the plain path adds several of 8 L L. Weights 
 are B L S elements, which torch.nn makes out of B H L S.
 """
 
+import ctypes
+
 import torch
 from common import write_csv
 
@@ -24,6 +26,7 @@ def status(field: str) -> float:
 
 def peak(fn) -> float:
     fn()  # what is loaded or kept on a first call
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # gives back what was freed, which would hide the next call's need
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # resets the high-water mark
     before = status("VmRSS")
