@@ -117,8 +117,8 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
     args.chunks = 1;
     for_tasks(args, kv_heads, kernels().attention_rows[dtype]);
   } else {
-    args.chunks =
-        std::clamp<int64_t>(blocks(4 * at::get_num_threads(), std::max<int64_t>(kv_heads, 1)), 1, blocks(args.L, kQueries));
+    const int64_t wanted = blocks(4 * at::get_num_threads(), std::max<int64_t>(kv_heads, 1));
+    args.chunks = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(blocks(args.L, kQueries), 1));
     for_tasks(args, kv_heads * args.chunks, kernels().attention_forward[dtype]);
   }
   if (return_weights) {
