@@ -6,6 +6,7 @@ reason wins. `backend="..."` forces a path and raises its reason. `backends()` p
 
 import math
 import numbers
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from . import ops, reference
 
 _MAX_LENGTH = 2**62  # positions and their differences fit into 64 bits
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_TRITON_DTYPES = _KERNEL_DTYPES[:3]
 
 
 # Checks: ValueError or TypeError with the argument's name, what was expected and what came.
@@ -236,6 +238,29 @@ def _why_not_cpu(x: Tensor, *others: Tensor | None) -> str | None:
     return _transform_active(x, *others)
 
 
+def _why_not_triton(query: Tensor, value: Tensor, *others: Tensor | None) -> str | None:
+    if ops.triton_missing is not None:
+        return ops.triton_missing
+    if not query.is_cuda and not ops.triton_interpreted():
+        return f"the tensors are on {query.device}"
+    if query.is_cuda and (reason := _too_old(query.device)) is not None:
+        return reason
+    if query.dtype not in _TRITON_DTYPES:
+        return f"no kernel for {query.dtype}"
+    if max(query.shape[3], value.shape[3]) > 256:
+        return f"head_dim is at most 256, got {query.shape[3]} for query and key, {value.shape[3]} for value"
+    return _transform_active(query, value, *others)
+
+
+@cache
+def _too_old(device: torch.device) -> str | None:
+    """Why this GPU cannot run Triton's kernels."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability >= (8, 0) else f"compute capability {capability[0]}.{capability[1]}; Triton needs 8.0 or newer"
+
+
 def _draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
     """A 64-bit seed from torch's generator of that device; it stays there, so nothing waits for it."""
     return torch.randint(2**63 - 1, (), device=device) if dropout_p > 0.0 else None
@@ -244,10 +269,18 @@ def _draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
 def backends() -> None:
     """Prints, op by op, the backends in the order in which they are tried, and why one is not active."""
     kernels = "for CPU tensors" if ops.missing is None else f"not active: {ops.missing}"
+    if ops.triton_missing is not None:
+        triton = f"not active: {ops.triton_missing}"
+    elif not torch.cuda.is_available():
+        triton = "not active: torch sees no GPU"
+    else:
+        triton = _too_old(torch.device("cuda", torch.cuda.current_device())) or "for CUDA and ROCm tensors, head_dim up to 256"
     fallback = "for everything else: other devices and dtypes, torch.func transforms, forward-mode AD"
     for op in ("attention", "dropout_add_layer_norm", "activation_dropout, dropout"):
         print(op)
         print(f"  cpu        {kernels}")
+        if op == "attention":
+            print(f"  triton     {triton}")
         print(f"  reference  {fallback}")
 
 
@@ -307,7 +340,7 @@ def attention(
         return_weights: "mean" adds the weights averaged over heads, (B, L, S); "per_head" adds (B, H, L, S). As torch.nn
             returns them: after dropout. Differentiable.
         return_lse: adds the natural-log log-sum-exp of the scores, (B, H, L), float32 (float64 for float64).
-        backend: None chooses; "cpu" or "reference" insists.
+        backend: None chooses; "cpu", "triton" or "reference" insists.
 
     Returns:
         (B, H, L, Dv) in query's dtype, or a tuple (output[, weights][, lse]).
@@ -323,8 +356,13 @@ def attention(
         scale = _check_number("scale", scale, "a finite number", -math.inf, math.inf, open_low=True)
     softcap = check_softcap(softcap)
     dropout_p = check_probability("dropout_p", dropout_p)
-    _check_backend(backend, "cpu", "reference")
-    op = ops.attention if _use("cpu", backend, _why_not_cpu(query, key, value, bias)) else reference.attention
+    _check_backend(backend, "cpu", "triton", "reference")
+    if _use("cpu", backend, _why_not_cpu(query, key, value, bias)):
+        op = ops.attention
+    elif _use("triton", backend, _why_not_triton(query, value, key, bias)):
+        op = ops.attention_triton
+    else:
+        op = reference.attention
     return op(
         query,
         key,

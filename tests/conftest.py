@@ -1,10 +1,15 @@
 """Settings that every test runs under."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
 
 from fast_transformer import ops
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # the Triton kernels run on CPU tensors; to be set before they are imported
 
 # Derandomised: a property that fails here fails everywhere, and no example is remembered between two runs.
 settings.register_profile("fast_transformer", max_examples=25, deadline=None, derandomize=True, database=None)

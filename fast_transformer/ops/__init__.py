@@ -2,7 +2,18 @@
 
 from ._extension import build_info, cpu_level, missing
 from .activation_dropout import activation_dropout, dropout
-from .attention import attention
+from .attention import attention, attention_triton, triton_interpreted, triton_missing
 from .dropout_add_layer_norm import dropout_add_layer_norm
 
-__all__ = ["activation_dropout", "attention", "build_info", "cpu_level", "dropout", "dropout_add_layer_norm", "missing"]
+__all__ = [
+    "activation_dropout",
+    "attention",
+    "attention_triton",
+    "build_info",
+    "cpu_level",
+    "dropout",
+    "dropout_add_layer_norm",
+    "missing",
+    "triton_interpreted",
+    "triton_missing",
+]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ._extension import C
 
-_library = torch.library.Library("fast_transformer", "IMPL")
+library = torch.library.Library("fast_transformer", "FRAGMENT")
 
 
 def entry(op: str) -> Callable | None:
@@ -35,7 +35,7 @@ def impl_autograd(op: str, recorded: Callable) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             return kernel(*args)
 
-    _library.impl(op, with_autograd, "Autograd")
+    library.impl(op, with_autograd, "Autograd")
 
 
 def differentiable(x: Tensor) -> Tensor:

@@ -1,22 +1,26 @@
-"""Softmax attention: the fake kernels of the compiled op, the derivative of its backward, and the call.
+"""Softmax attention: the compiled op and the one in Triton, their fake kernels and derivatives, and their calls.
 
-First derivatives are in csrc/autograd/attention.cpp. The op knows no causal mask, window or offset, only the band they make:
-query i sees the keys i + first to i + last.
+First derivatives of the compiled op are in csrc/autograd/attention.cpp. The ops know no causal mask, window or offset, only the
+band they make: query i sees the keys i + first to i + last.
 """
+
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from .. import reference
 from ._extension import missing
-from ._register import check_devices, differentiable, entry, impl_autograd
-
-_call = entry("attention")
+from ._register import check_devices, differentiable, entry, impl_autograd, library
 
 _UNLIMITED = 2**62
 
 
-def attention(
+def _attention(
+    call: Callable[..., tuple[Tensor, Tensor, Tensor]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -37,12 +41,15 @@ def attention(
     right = 0 if causal else right
     first = -_UNLIMITED if left is None else query_offset - left
     last = _UNLIMITED if right is None else query_offset + right
-    out, weights, lse = _call(
+    out, weights, lse = call(
         query, key, value, mask, bias, first, last, scale, softcap or 0.0, dropout_p, seed, return_weights, return_lse
     )
     if return_weights is None:
         return (out, lse) if return_lse else out
     return (out, weights, lse) if return_lse else (out, weights)
+
+
+attention = partial(_attention, entry("attention"))
 
 
 def _heads(like: Tensor, size: int) -> Tensor:
@@ -111,3 +118,75 @@ if missing is None:
     torch.library.register_fake("fast_transformer::attention", _forward_fake)
     torch.library.register_fake("fast_transformer::attention_backward", _backward_fake)
     impl_autograd("attention_backward", _backward_recorded)
+
+
+# The op in Triton. Its kernels are imported by the first call: that takes a while.
+
+triton_missing = None if importlib.util.find_spec("triton") else "Triton is not installed; `pip install triton` on Linux"
+
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, SymInt first, SymInt last, float scale, "
+    "float softcap, float dropout_p, Tensor? seed, str? return_weights"
+)
+library.define(f"attention_triton({_ARGUMENTS}) -> (Tensor out, Tensor weights, Tensor lse)")
+library.define(
+    f"attention_triton_backward(Tensor grad_out, Tensor? grad_weights, Tensor? grad_lse, {_ARGUMENTS}, Tensor out, Tensor lse, "
+    "bool bias_grad) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)"
+)
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on CPU tensors: very slow, for tests and for debugging."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@cache
+def _kernels():
+    from ..triton_kernels import attention
+
+    return attention
+
+
+def _triton_forward(query, *rest):
+    with torch.cuda.device_of(query):
+        return _kernels().attention_forward(query, *rest)
+
+
+def _triton_backward(grad_out, *rest):
+    with torch.cuda.device_of(grad_out):
+        return _kernels().attention_backward(grad_out, *rest)
+
+
+def _keep(ctx, inputs, output):
+    query, key, value, mask, bias, *options, seed, return_weights = inputs
+    out, weights, lse = output
+    ctx.save_for_backward(query, key, value, mask, bias, seed, out, lse)
+    ctx.options, ctx.return_weights = options, return_weights
+    ctx.set_materialize_grads(False)
+    if return_weights is None:
+        ctx.mark_non_differentiable(weights)
+
+
+def _differentiate(ctx, grad_out, grad_weights, grad_lse):
+    query, key, value, mask, bias, seed, out, lse = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    inputs = (query, key, value, mask, bias, *ctx.options, seed, ctx.return_weights)
+    bias_grad = ctx.needs_input_grad[4]
+    grads = torch.ops.fast_transformer.attention_triton_backward(grad_out, grad_weights, grad_lse, *inputs, out, lse, bias_grad)
+    return *grads[:3], None, grads[3] if bias_grad else None, *(None,) * 7
+
+
+library.impl("attention_triton", _triton_forward, "CompositeExplicitAutograd")
+library.impl("attention_triton_backward", _triton_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("fast_transformer::attention_triton", partial(_forward_fake, with_lse=True), lib=library)
+torch.library.register_fake("fast_transformer::attention_triton_backward", _backward_fake, lib=library)
+torch.library.register_autograd("fast_transformer::attention_triton", _differentiate, setup_context=_keep, lib=library)
+impl_autograd("attention_triton_backward", _backward_recorded)
+
+
+def _call_triton(*args):
+    """As the compiled op, whose last argument is whether to return the log-sum-exp: here it always is."""
+    return torch.ops.fast_transformer.attention_triton(*args[:-1])
+
+
+attention_triton = partial(_attention, _call_triton)
