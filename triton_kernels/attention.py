@@ -26,7 +26,7 @@ from .attention_backward import bias_kernel, delta_kernel, key_value_kernel, que
 from .attention_forward import forward_kernel, merge_kernel
 from .attention_scores import Matrices, Scoring, Shape
 from .attention_weights import visible_ranges_kernel, weights_kernel
-from .tiles import Tile, architecture, processors, tile
+from .tiles import DECODE, Tile, architecture, processors, tile
 
 LOG2E = math.log2(math.e)
 
@@ -42,16 +42,16 @@ def padded(width: int) -> int:
 
 
 def descriptors(x: Tensor, y: Tensor, rows: int) -> tuple[TensorDescriptor | None, ...]:
-    """For the tensor memory accelerator of Hopper and later, in blocks of `rows`; None for what it cannot take."""
+    """For the tensor memory accelerator of Hopper and later, in blocks of `rows`; None for what it cannot take, or 32 bits."""
     return tuple(descriptor(t, rows) for t in (x, y))
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
-    if architecture(x.device) in ("ampere", "amd") or x.numel() == 0 or x.stride(3) != 1 or x.data_ptr() % 16 != 0:
+    if architecture(x.device) in ("ampere", "amd") or x.element_size() != 2:
         return None
-    unit = 16 // x.element_size()  # strides are multiples of 16 bytes
-    strides = [unit if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
-    if any(stride == 0 or stride % unit != 0 for stride in strides):
+    # Rows are contiguous and begin at multiples of 16 bytes.
+    strides = [8 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
+    if x.numel() == 0 or x.stride(3) != 1 or x.data_ptr() % 16 != 0 or any(s == 0 or s % 8 != 0 for s in strides):
         return None
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, padded(x.shape[3])])
 
@@ -90,7 +90,7 @@ class Call:
             inverse=1.0 if seed is None else 65536 / threshold,
         )
         bias, mask = (None if x is None else matrices(x.expand(full)) for x in (bias, mask))
-        self.rules = (self.shape, scoring, bias, mask)
+        self.rules = (*self.shape, scoring, bias, mask)
 
     def tile(self, kernel: str) -> Tile:
         return tile(kernel, architecture(self.device), self.dtype, max(self.D, self.Dv))
@@ -148,7 +148,7 @@ def attention_forward(
     call = Call(query, key, value, mask, bias, first, last, scale, softcap, dropout_p, seed)
     B, H, L, S = call.B, call.H, call.L, call.S
     out, lse = heads(query, call.Dv), query.new_empty(B, H, L, dtype=torch.float32)
-    tile = call.tile("forward")
+    tile = call.tile("decode" if L <= DECODE else "forward")
     splits, options, programs = call.splits(tile), call.options(tile), B * H * triton.cdiv(L, tile.block_m)
     target, target_lse = out, lse
     if splits > 1:
@@ -167,7 +167,7 @@ def attention_forward(
     )
     if splits > 1:
         merge_kernel[(B * H * triton.cdiv(L, 16),)](
-            *(matrices(target), target_lse, matrices(out), lse, call.shape, B),
+            *(matrices(target), target_lse, matrices(out), lse, *call.shape, B),
             DV=call.Dv,
             BLOCK_M=16,
             BLOCK_DV=options["BLOCK_DV"],

@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 
 from .attention_scores import (
+    Shape,
     block_of,
     dot,
     indices,
+    kernel,
     load_block,
     load_lse,
     load_rows,
@@ -32,7 +34,7 @@ def load_delta(delta, base, start, n_rows, ROWS: tl.constexpr):
     return tl.load(delta + base + rows, mask=rows < n_rows, other=0.0)
 
 
-@triton.jit(do_not_specialize=["shape"])
+@kernel
 def delta_kernel(
     query,  # Matrices (B, H, L, D)
     key,  # Matrices (B, Hkv, S, D)
@@ -43,7 +45,12 @@ def delta_kernel(
     lse,  # pointer, (B, H, L) float32
     delta,  # pointer, (B, H, L) float32
     ranges,
-    shape,
+    heads,
+    groups,
+    queries,
+    keys,
+    first,
+    last,
     scoring,
     bias,  # Matrices (B, H, L, S), or None
     mask,  # Matrices (B, H, L, S), nonzero = attend, or None
@@ -55,6 +62,7 @@ def delta_kernel(
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    shape = Shape(heads, groups, queries, keys, first, last)
     blocks_m = tl.cdiv(shape.queries, BLOCK_M)
     pid = tl.program_id(0)
     start_m = pid % blocks_m * BLOCK_M
@@ -138,7 +146,7 @@ def add_queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["shape"])
+@kernel
 def key_value_kernel(
     query,  # Matrices (B, H, L, D)
     key,  # Matrices (B, Hkv, S, D)
@@ -153,7 +161,12 @@ def key_value_kernel(
     ranges,  # Matrices (B, H, blocks of keys, 2) int32: queries; or None
     query_descriptor,  # of query in blocks (1, 1, BLOCK_M, BLOCK_D), or None
     grad_out_descriptor,
-    shape,
+    heads,
+    groups,
+    queries,
+    keys,
+    first,
+    last,
     scoring,
     bias,  # Matrices (B, H, L, S), or None
     mask,  # Matrices (B, H, L, S), nonzero = attend, or None
@@ -166,6 +179,7 @@ def key_value_kernel(
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    shape = Shape(heads, groups, queries, keys, first, last)
     blocks_n = tl.cdiv(shape.keys, BLOCK_N)
     pid = tl.program_id(0)
     start_n = pid % blocks_n * BLOCK_N
@@ -236,7 +250,7 @@ def add_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=["shape"])
+@kernel
 def query_kernel(
     query,  # Matrices (B, H, L, D)
     key,  # Matrices (B, Hkv, S, D)
@@ -249,7 +263,12 @@ def query_kernel(
     ranges,  # Matrices (B, H, blocks of queries, 2) int32, or None
     key_descriptor,  # of key in blocks (1, 1, BLOCK_N, BLOCK_D), or None
     value_descriptor,
-    shape,
+    heads,
+    groups,
+    queries,
+    keys,
+    first,
+    last,
     scoring,
     bias,  # Matrices (B, H, L, S), or None
     mask,  # Matrices (B, H, L, S), nonzero = attend, or None
@@ -262,6 +281,7 @@ def query_kernel(
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    shape = Shape(heads, groups, queries, keys, first, last)
     blocks_m = tl.cdiv(shape.queries, BLOCK_M)
     pid = tl.program_id(0)
     start_m = (blocks_m - 1 - pid % blocks_m) * BLOCK_M
@@ -283,7 +303,7 @@ def query_kernel(
     store_rows(grad_query, b, h, start_m, shape.queries, dq * scale, BLOCK_M, D, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["shape"])
+@kernel
 def bias_kernel(
     query,  # Matrices (B, H, L, D)
     key,  # Matrices (B, Hkv, S, D)
@@ -294,7 +314,12 @@ def bias_kernel(
     delta,  # pointer, (B, H, L) float32
     grad_bias,  # Matrices (B or 1, H or 1, L or blocks of queries, S or blocks of keys) float32
     batch,
-    shape,
+    heads,
+    groups,
+    queries,
+    keys,
+    first,
+    last,
     scoring,
     bias,  # Matrices (B, H, L, S), or None
     mask,  # Matrices (B, H, L, S), nonzero = attend, or None
@@ -310,6 +335,7 @@ def bias_kernel(
     SUM_QUERIES: tl.constexpr,
     SUM_KEYS: tl.constexpr,
 ):
+    shape = Shape(heads, groups, queries, keys, first, last)
     blocks_n = tl.cdiv(shape.keys, BLOCK_N)
     blocks = tl.cdiv(shape.queries, BLOCK_M) * blocks_n
     pid = tl.program_id(0)

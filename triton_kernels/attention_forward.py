@@ -11,10 +11,12 @@ import triton.language as tl
 from .attention_scores import (
     LN2,
     LOG2E,
+    Shape,
     block_of,
     dot,
     indices,
     kept,
+    kernel,
     load_rows,
     scores,
     steps,
@@ -71,7 +73,7 @@ def attend(
     return acc, m_i, l_i
 
 
-@triton.jit(do_not_specialize=["shape"])
+@kernel
 def forward_kernel(
     query,  # Matrices (B, H, L, D)
     key,  # Matrices (B, Hkv, S, D)
@@ -81,7 +83,12 @@ def forward_kernel(
     ranges,  # Matrices (B, H, blocks of queries, 2) int32, or None
     key_descriptor,  # of key in blocks (1, 1, BLOCK_N, BLOCK_D), or None
     value_descriptor,
-    shape,
+    heads,
+    groups,
+    queries,
+    keys,
+    first,
+    last,
     scoring,
     bias,  # Matrices (B, H, L, S), or None
     mask,  # Matrices (B, H, L, S), nonzero = attend, or None
@@ -95,6 +102,7 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
+    shape = Shape(heads, groups, queries, keys, first, last)
     blocks_m = tl.cdiv(shape.queries, BLOCK_M)
     pid = tl.program_id(0)
     start_m = (blocks_m - 1 - pid % blocks_m) * BLOCK_M  # under a causal mask the longest first
@@ -131,13 +139,18 @@ def forward_kernel(
     tl.store(pointers, tl.where(seen, (m_i + tl.log2(total)) * LN2, float("-inf")), mask=rows < shape.queries)
 
 
-@triton.jit(do_not_specialize=["shape"])
+@kernel
 def merge_kernel(
     partial,  # Matrices (splits * B, H, L, Dv) float32
     partial_lse,  # pointer, (splits, B, H, L)
     out,  # Matrices (B, H, L, Dv)
     lse,  # pointer, (B, H, L)
-    shape,
+    heads,
+    groups,
+    queries,
+    keys,
+    first,
+    last,
     batch,
     DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -145,6 +158,7 @@ def merge_kernel(
     SPLITS: tl.constexpr,
 ):
     """out = sum of exp(partial_lse - lse) * partial over the splits, lse = log of the sum of exp(partial_lse)."""
+    shape = Shape(heads, groups, queries, keys, first, last)
     blocks = tl.cdiv(shape.queries, BLOCK_M)
     pid = tl.program_id(0)
     start_m = pid % blocks * BLOCK_M

@@ -27,9 +27,9 @@ class Matrices(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What changes from call to call without a new compilation: sizes, and the band of visible keys.
+    """Sizes, and the band of visible keys: query i sees the keys i + first to i + last; None: no limit.
 
-    Query i sees the keys i + first to i + last; None: no limit.
+    Kernels take these numbers one by one, so that no new value of any means a new compilation.
     """
 
     heads: int
@@ -38,6 +38,9 @@ class Shape(NamedTuple):
     keys: int
     first: int | None
     last: int | None
+
+
+kernel = triton.jit(do_not_specialize=["batch", *Shape._fields])
 
 
 class Scoring(NamedTuple):

@@ -7,16 +7,21 @@
 import triton
 import triton.language as tl
 
-from .attention_scores import dot, indices, kept, load_lse, load_rows, matrix, scores, sees_any
+from .attention_scores import Shape, dot, indices, kept, kernel, load_lse, load_rows, matrix, scores, sees_any
 
 
-@triton.jit(do_not_specialize=["shape"])
+@kernel
 def weights_kernel(
     query,  # Matrices (B, H, L, D)
     key,  # Matrices (B, Hkv, S, D)
     lse,  # pointer, (B, H, L) float32
     weights,  # Matrices (B, H or 1, L, S)
-    shape,
+    heads,
+    groups,
+    queries,
+    keys,
+    first,
+    last,
     scoring,
     bias,  # Matrices (B, H, L, S), or None
     mask,  # Matrices (B, H, L, S), nonzero = attend, or None
@@ -27,6 +32,7 @@ def weights_kernel(
     PRECISION: tl.constexpr,
     MEAN: tl.constexpr,
 ):
+    shape = Shape(heads, groups, queries, keys, first, last)
     blocks_n = tl.cdiv(shape.keys, BLOCK_N)
     blocks = tl.cdiv(shape.queries, BLOCK_M) * blocks_n
     pid = tl.program_id(0)
