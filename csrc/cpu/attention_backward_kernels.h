@@ -12,6 +12,11 @@
 namespace ft {
 namespace FT_LEVEL {
 
+// A key head and every chunks-th block of its keys from `chunk` on.
+struct BackwardStep {
+  int64_t batch, kv_head, chunk;
+};
+
 template <typename T>
 class BackwardTask {
   using C = Compute<T>;
@@ -61,12 +66,14 @@ class BackwardTask {
         score_rows_(kPaired<T> ? kBlock * kQueries : 0),
         score_pairs_(kPaired<T> ? kBlock / 2 * kQueries : 0) {}
 
-  void run(int64_t batch, int64_t kv_head, int64_t chunk) {
+  // `next` is the step to come, or null.
+  void run(const BackwardStep& step, const BackwardStep* next) {
+    const auto [batch, kv_head, chunk] = step;
     memset(grad_key_, 0, task_keys() * OperandB::columns(a_.D) * sizeof(C));
     memset(grad_value_, 0, task_keys() * OperandB::columns(a_.Dv) * sizeof(C));
     const int64_t group = a_.heads / a_.kv_heads;
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      run_head(batch, head, kv_head, chunk);
+      run_head(step, head, next);
       write_grad_query(batch, head, chunk);
     }
     for (int64_t block = chunk; block < block_count(); block += a_.chunks) {
@@ -79,7 +86,40 @@ class BackwardTask {
   }
 
  private:
-  void run_head(int64_t batch, int64_t head, int64_t kv_head, int64_t chunk) {
+  // Has the products fetch rows from `first` on.
+  template <typename X>
+  void fetch(Rows<X> x, int64_t first, int64_t count, int64_t size) {
+    tile_.ahead.add(x[first], x.stride, count, size);
+  }
+  void fetch_queries(int64_t batch, int64_t head) {
+    fetch(head_of<T>(a_.query, batch, head), 0, a_.L, a_.D);
+    fetch(head_of<T>(a_.grad_out, batch, head), 0, a_.L, a_.Dv);
+  }
+  // The step's keys in key and value, or in their gradients; of several chunks the first block.
+  template <typename X>
+  void fetch_keys(const X& key, const X& value, const BackwardStep& step) {
+    const int64_t k = step.chunk * kBlock, keys = a_.chunks == 1 || a_.S - k < kBlock ? a_.S - k : kBlock;
+    fetch(head_of<T>(key, step.batch, step.kv_head), k, keys, a_.D);
+    fetch(head_of<T>(value, step.batch, step.kv_head), k, keys, a_.Dv);
+  }
+
+  // ... and what comes after the products of a head: the results, then the next head's operands.
+  void fetch_next(const BackwardStep& step, int64_t head, const BackwardStep* next) {
+    const int64_t group = a_.heads / a_.kv_heads;
+    tile_.ahead.clear();
+    if (!a_.grad_query_parts) fetch(head_of<T>(a_.grad_query, step.batch, head), 0, a_.L, a_.D);
+    if ((head + 1) % group != 0) {
+      fetch_queries(step.batch, head + 1);
+      return;
+    }
+    fetch_keys(a_.grad_key, a_.grad_value, step);
+    if (!next) return;
+    fetch_queries(next->batch, next->kv_head * group);
+    fetch_keys(a_.key, a_.value, *next);
+  }
+
+  void run_head(const BackwardStep& step, int64_t head, const BackwardStep* next) {
+    const auto [batch, kv_head, chunk] = step;
     const Rows<const T> query = head_of<T>(a_.query, batch, head), grad_out = head_of<T>(a_.grad_out, batch, head);
     const Rows<const T> key = head_of<T>(a_.key, batch, kv_head), value = head_of<T>(a_.value, batch, kv_head);
     for (int64_t q = 0; q < a_.L; q += kQueries) {
@@ -98,6 +138,7 @@ class BackwardTask {
     range.without_padding(a_, batch, head, 1);
     for (int64_t block = chunk; block < block_count(); block += a_.chunks) {
       const int64_t k = block * kBlock, local = block / a_.chunks * kBlock, keys = a_.S - k < kBlock ? a_.S - k : kBlock;
+      if (block + a_.chunks >= block_count()) fetch_next(step, head, next);
       if (k >= range.end || k + keys <= range.begin) continue;
       const Operand<T> key_a({key[k], key.stride}, keys, a_.D, key_, true, true);
       const Operand<T> value_a({value[k], value.stride}, keys, a_.Dv, value_, true, false);
@@ -114,7 +155,7 @@ class BackwardTask {
           const Strip run = tile_.merged(s);
           multiply<false>(from_row(value_a.rows, run.begin), grad_out_t_ + q * depth<T>(a_.Dv) + run.first * n, kQueries,
                           grad_scores_ + run.begin * kQueries + run.first * n, kQueries, run.keys(), (run.last - run.first) * n,
-                          depth<T>(a_.Dv), false);
+                          depth<T>(a_.Dv), false, tile_.ahead);
         }
         for (int s = 0; s < tile_.strip_count; ++s) differentiate(tile_.strips[s]);
         if (a_.grad_bias.data) add_grad_bias(batch, head, chunk);
@@ -124,14 +165,14 @@ class BackwardTask {
           const int64_t count = kPaired<T> ? (run.last - run.first) * n / 2 : visible - first;
           multiply<false>(over_queries(weights(), run.begin, first), grad_out_rows[q + first], grad_out_rows.stride,
                           grad_value + run.begin * OperandB::columns(a_.Dv), OperandB::columns(a_.Dv), run.keys(),
-                          OperandB::columns(a_.Dv), count, true);
+                          OperandB::columns(a_.Dv), count, true, tile_.ahead);
           multiply<false>(over_queries(score_grads(), run.begin, first), query_rows[q + first], query_rows.stride,
                           grad_key + run.begin * OperandB::columns(a_.D), OperandB::columns(a_.D), run.keys(),
-                          OperandB::columns(a_.D), count, true);
+                          OperandB::columns(a_.D), count, true, tile_.ahead);
           multiply<!kPaired<T>>(
               Matrix<E>{key_a.columns.data + run.begin / kPer * key_a.columns.column, key_a.columns.row, key_a.columns.column},
               over_keys() + run.begin / kPer * kQueries + first, kQueries, grad_query_ + q * rows_padded(a_.D) + first,
-              kQueries, a_.D, (run.last - run.first) * n, (run.keys() + kPer - 1) / kPer, true);
+              kQueries, a_.D, (run.last - run.first) * n, (run.keys() + kPer - 1) / kPer, true, tile_.ahead);
         }
       }
     }
@@ -292,12 +333,15 @@ class BackwardTask {
 template <typename T>
 void attention_backward(const AttentionBackward& a, int64_t begin_task, int64_t end_task) {
   BackwardTask<T> task(a);
-  const int64_t batches = a.batch / a.batch_tasks, heads = a.kv_heads / a.head_tasks;
-  for (int64_t i = begin_task; i < end_task; ++i) {
-    const int64_t chunk = i % a.chunks, head = i / a.chunks % a.head_tasks * heads;
-    const int64_t batch = i / a.chunks / a.head_tasks * batches;
-    for (int64_t b = batch; b < batch + batches; ++b)
-      for (int64_t h = head; h < head + heads; ++h) task.run(b, h, chunk);
+  const int64_t batches = a.batch / a.batch_tasks, heads = a.kv_heads / a.head_tasks, steps = batches * heads;
+  const auto step_at = [&](int64_t i) -> BackwardStep {
+    const int64_t index = i / steps, chunk = index % a.chunks, task_head = index / a.chunks % a.head_tasks;
+    const int64_t task_batch = index / a.chunks / a.head_tasks;
+    return {task_batch * batches + i % steps / heads, task_head * heads + i % heads, chunk};
+  };
+  for (int64_t i = begin_task * steps; i < end_task * steps; ++i) {
+    const BackwardStep next = step_at(i + 1);
+    task.run(step_at(i), i + 1 < end_task * steps ? &next : nullptr);
   }
 }
 

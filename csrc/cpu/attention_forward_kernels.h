@@ -26,7 +26,8 @@ class ForwardTask {
   explicit ForwardTask(const AttentionForward& a)
       : a_(a), tile_(a, false), query_(depth<T>(a.D) * kQueries), output_(round_up(a.Dv, 16) * kQueries) {}
 
-  void run(int64_t batch, int64_t kv_head, int64_t chunk) {
+  void run(int64_t task, bool another) {
+    const int64_t batch = task / a_.chunks / a_.kv_heads, kv_head = task / a_.chunks % a_.kv_heads, chunk = task % a_.chunks;
     const int64_t group = a_.heads / a_.kv_heads;
     KeyRange range(a_, 0, a_.L);
     range.without_padding(a_, batch, kv_head * group, group);
@@ -38,15 +39,41 @@ class ForwardTask {
     const Operand<T> values_a({value[begin], value.stride}, keys, a_.Dv, value_scratch, false, true);
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       tile_.at_head(batch, head);
-      for (int64_t query = chunk * kQueries; query < a_.L; query += a_.chunks * kQueries)
+      for (int64_t query = chunk * kQueries; query < a_.L; query += a_.chunks * kQueries) {
+        const Rows<T> out = head_of<T>(a_.out, batch, head);
+        tile_.ahead.clear();
+        tile_.ahead.add(out[query], out.stride, block_queries(query), a_.Dv);
+        if (query + a_.chunks * kQueries < a_.L)
+          fetch_queries(batch, head, query + a_.chunks * kQueries);
+        else if (head + 1 < (kv_head + 1) * group)
+          fetch_queries(batch, head + 1, chunk * kQueries);
+        else if (another)
+          fetch_task(task + 1);
         block(batch, head, query, keys_a.rows, values_a.columns, range);
+      }
     }
   }
 
  private:
+  int64_t block_queries(int64_t query) const { return a_.L - query < kQueries ? a_.L - query : kQueries; }
+
+  // Has the products fetch the block of queries that comes next ...
+  void fetch_queries(int64_t batch, int64_t head, int64_t query) {
+    const Rows<const T> x = head_of<T>(a_.query, batch, head);
+    tile_.ahead.add(x[query], x.stride, block_queries(query), a_.D);
+  }
+  // ... or all that the next task begins with.
+  void fetch_task(int64_t task) {
+    const int64_t batch = task / a_.chunks / a_.kv_heads, kv_head = task / a_.chunks % a_.kv_heads;
+    const Rows<const T> key = head_of<T>(a_.key, batch, kv_head), value = head_of<T>(a_.value, batch, kv_head);
+    tile_.ahead.add(key.data, key.stride, a_.S, a_.D);
+    tile_.ahead.add(value.data, value.stride, a_.S, a_.Dv);
+    fetch_queries(batch, kv_head * (a_.heads / a_.kv_heads), task % a_.chunks * kQueries);
+  }
+
   // One block of queries; key and value are laid out for the keys of `range`.
   void block(int64_t batch, int64_t head, int64_t query, Matrix<E> key, Matrix<E> value, const KeyRange& range) {
-    const int64_t queries = a_.L - query < kQueries ? a_.L - query : kQueries;
+    const int64_t queries = block_queries(query);
     const Rows<const T> q = head_of<T>(a_.query, batch, head);
     transposed_operand<T>({q[query], q.stride}, queries, a_.D, query_);
     for (int i = 0; i < kQueries; ++i) {
@@ -67,7 +94,7 @@ class ForwardTask {
         const E* weights = (const E*)(C*)tile_.scores + run.begin / kPer * kQueries + run.first * n;
         multiply<!kPaired<T>>(Matrix<E>{value.data + (k - offset + run.begin) / kPer * value.column, value.row, value.column},
                               weights, kQueries, output_ + run.first * n, kQueries, a_.Dv, (run.last - run.first) * n,
-                              (run.keys() + kPer - 1) / kPer, true);
+                              (run.keys() + kPer - 1) / kPer, true, tile_.ahead);
       }
     }
     finish(batch, head, query, queries);
@@ -169,7 +196,7 @@ class ForwardTask {
 template <typename T>
 void attention_forward(const AttentionForward& a, int64_t begin_task, int64_t end_task) {
   ForwardTask<T> task(a);
-  for (int64_t i = begin_task; i < end_task; ++i) task.run(i / a.chunks / a.kv_heads, i / a.chunks % a.kv_heads, i % a.chunks);
+  for (int64_t i = begin_task; i < end_task; ++i) task.run(i, i + 1 < end_task);
 }
 
 }  // namespace FT_LEVEL

@@ -141,6 +141,7 @@ class ScoreTile {
   Strip strips[kKeys / kStrip];
   int strip_count;
   int64_t first_query, queries, first_key, keys;
+  Ahead ahead;
 
   ScoreTile(const AttentionProblem& problem, bool derivative)
       : scores(kKeys * kQueries),
@@ -174,7 +175,7 @@ class ScoreTile {
       const Strip run = merged(s);
       multiply<false>(Matrix<E>{key.data + run.begin * key.row, key.row, key.column}, query + run.first * n, kQueries,
                       scores + run.begin * kQueries + run.first * n, kQueries, run.keys(), (run.last - run.first) * n,
-                      depth<T>(problem_.D), false);
+                      depth<T>(problem_.D), false, ahead);
     }
     factor = (C)problem_.scale;
     const bool finished = problem_.softcap != 0 || problem_.bias.data || !(factor > 0);

@@ -58,6 +58,39 @@ constexpr int kTileVectors = 4;  // 6 x 4 sums, 4 vectors of B, 1 of A: 29 of 32
 constexpr int kTileVectors = 2;  // 6 x 2 sums, 2 vectors of B, 1 of A: 15 of 16 registers
 #endif
 
+// Memory that is used next, in rows. Products fetch some lines of it with every tile, so that it arrives while they compute:
+// a short head may take as long to come from memory as to work on, and the hardware's own prefetching ends with each page.
+class Ahead {
+  static constexpr int kLines = 48;  // forward on blocks of 64 x 64 floats has 22 tiles to fetch the 1024 lines of four of them
+  struct Rows {
+    const char* data;
+    int64_t count, stride, size;  // stride and size in bytes
+  };
+  Rows rows_[7];
+  int count_ = 0, next_ = 0;
+  int64_t at_ = 0;
+
+ public:
+  void clear() { count_ = next_ = at_ = 0; }
+
+  template <typename T>
+  void add(const T* data, int64_t stride, int64_t rows, int64_t columns) {
+    if (rows > 0) rows_[count_++] = {(const char*)data, rows, stride * (int64_t)sizeof(T), columns * (int64_t)sizeof(T)};
+  }
+
+  void fetch() {
+    for (int line = 0; line < kLines && next_ < count_; ++line) {
+      Rows& rows = rows_[next_];
+      __builtin_prefetch(rows.data + at_);
+      at_ += 64;
+      if (at_ < rows.size) continue;
+      at_ = 0;
+      rows.data += rows.stride;
+      if (--rows.count == 0) ++next_;
+    }
+  }
+};
+
 // Rows of A lie side by side (A's row stride is 1) or k does (its column stride is 1): `stride` is the other one.
 template <int R, int V, bool rows_adjacent, typename E>
 inline void multiply_tile(const E* a, int64_t stride, const E* b, int64_t b_stride, Sum<E>* c, int64_t c_stride, int64_t k,
@@ -87,15 +120,17 @@ inline void multiply_tile(const E* a, int64_t stride, const E* b, int64_t b_stri
 
 template <int R, int V, bool rows_adjacent, typename E>
 inline void multiply_columns(Matrix<E> a, const E* b, int64_t b_stride, Sum<E>* c, int64_t c_stride, int64_t rows, int64_t k,
-                             bool add) {
+                             bool add, Ahead& ahead) {
   int64_t r = 0;
-  for (; r + R <= rows; r += R)
+  for (; r + R <= rows; r += R) {
+    ahead.fetch();
     multiply_tile<R, V, rows_adjacent>(a.data + r * a.row, rows_adjacent ? a.column : a.row, b, b_stride, c + r * c_stride,
                                        c_stride, k, add);
+  }
   if constexpr (R > 1) {
     if (r < rows)
       multiply_columns<(R + 1) / 2, V, rows_adjacent>(Matrix<E>{a.data + r * a.row, a.row, a.column}, b, b_stride,
-                                                      c + r * c_stride, c_stride, rows - r, k, add);
+                                                      c + r * c_stride, c_stride, rows - r, k, add, ahead);
   }
 }
 
@@ -147,7 +182,7 @@ inline void multiply_tiles(const Pair* a, int64_t a_stride, const Pair* b, int64
 // The same on tile registers. Rows and pairs of k are rounded up to 16: what is read beyond them must be finite, and 0 in A.
 template <bool rows_adjacent>
 inline void multiply(Matrix<Pair> a, const Pair* b, int64_t b_stride, float* c, int64_t c_stride, int64_t rows, int64_t columns,
-                     int64_t k, bool add) {
+                     int64_t k, bool add, Ahead& ahead) {
   __asm__ volatile("" : : : "memory");  // the intrinsics do not say that they read memory
   for (int64_t r = 0; r < rows; r += 32) {
     const Pair* a_row = a.data + r * a.row;
@@ -155,6 +190,7 @@ inline void multiply(Matrix<Pair> a, const Pair* b, int64_t b_stride, float* c, 
     const bool two = r + 16 < rows;
     int64_t col = 0;
     for (; col + 32 <= columns; col += 32) {
+      ahead.fetch();
       if (two)
         multiply_tiles<2, 2>(a_row, a.row, b + col, b_stride, c_row + col, c_stride, k, add);
       else
@@ -175,16 +211,16 @@ struct TileRegisters {};
 // b (k, columns) with rows b_stride elements apart, c (rows, columns); columns is a number of whole vectors.
 template <bool rows_adjacent, typename E>
 inline void multiply(Matrix<E> a, const E* b, int64_t b_stride, Sum<E>* c, int64_t c_stride, int64_t rows, int64_t columns,
-                     int64_t k, bool add) {
+                     int64_t k, bool add, Ahead& ahead) {
   constexpr int n = kLanes<Sum<E>>;
   int64_t col = 0;
   for (; col + kTileVectors * n <= columns; col += kTileVectors * n)
-    multiply_columns<6, kTileVectors, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add);
+    multiply_columns<6, kTileVectors, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add, ahead);
   if (kTileVectors > 2 && col + 2 * n <= columns) {
-    multiply_columns<12, 2, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add);
+    multiply_columns<12, 2, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add, ahead);
     col += 2 * n;
   }
-  if (col < columns) multiply_columns<12, 1, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add);
+  if (col < columns) multiply_columns<12, 1, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add, ahead);
 }
 
 }  // namespace FT_LEVEL
