@@ -82,7 +82,7 @@ void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int6
   Bytes query(H * L * D * size), key(S * D * size), value(S * Dv * size), mask(rows * S), bias(rows * S * size);
   Bytes grad_out(H * L * Dv * size), grad_weights(L * S * size);
   for (char& byte : mask) byte &= 1;
-  Results out(H * L * Dv * size), lse(H * L * wide), exponents(2 * H * L * wide), mean(L * S * size), delta(H * L * wide);
+  Results out(H * L * Dv * size), lse(H * L * wide), exponents(2 * H * L * wide), mean(L * S * size), weight_sums(H * L * wide);
   Results grad_query(H * L * D * size), grad_key(S * D * size), grad_value(S * Dv * size);
 
   AttentionProblem p;
@@ -115,27 +115,24 @@ void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int6
   kernels.attention_weights[dtype](weights, 0, (L + kQueries - 1) / kQueries);
   mean.check(type, "weights");
 
-  AttentionDelta pass = {p};
-  pass.out = {out.data(), H * L * Dv, L * Dv, Dv};
-  pass.grad_out = {grad_out.data(), H * L * Dv, L * Dv, Dv};
-  pass.lse = lse.data();
-  pass.grad_lse = nullptr;
-  if (options & 16) pass.grad_weights = {grad_weights.data(), type, 0, 0, S, 1};
-  pass.grad_weights_scale = 0.5;
-  pass.delta = delta.data();
-  kernels.attention_delta[dtype](pass, 0, H * ((L + kQueries - 1) / kQueries));
-  delta.check(wide_type, "delta");
+  const Scores weights_grad = {grad_weights.data(), type, 0, 0, S, 1};
+  AttentionWeightSums pass = {p, lse.data(), weights_grad, 0.5, weight_sums.data()};
+  kernels.attention_weight_sums[dtype](pass, 0, H * ((L + kQueries - 1) / kQueries));
+  weight_sums.check(wide_type, "sums of the weights");
 
   const bool dense = rows != 1 && S != 1;
   std::vector<char> sums((dense ? H * L * S * wide : H * 2 * rows * S * 8), 0);
   for (int64_t chunks : {1, 2}) {
     Results parts(chunks * H * L * D * wide);
     AttentionBackward backward = {p};
-    backward.grad_out = pass.grad_out;
+    backward.out = {out.data(), H * L * Dv, L * Dv, Dv};
+    backward.grad_out = {grad_out.data(), H * L * Dv, L * Dv, Dv};
     backward.lse = lse.data();
-    backward.delta = delta.data();
-    backward.grad_weights = pass.grad_weights;
-    backward.grad_weights_scale = pass.grad_weights_scale;
+    if (options & 16) {
+      backward.grad_weights = weights_grad;
+      backward.grad_weights_scale = 0.5;
+      backward.weight_sums = weight_sums.data();
+    }
     backward.grad_query = {grad_query.data(), H * L * D, L * D, D};
     backward.grad_key = {grad_key.data(), S * D, S * D, D};
     backward.grad_value = {grad_value.data(), S * Dv, S * Dv, Dv};

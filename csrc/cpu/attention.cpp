@@ -80,15 +80,6 @@ struct Call {
   }
 };
 
-// The weights' gradient, and what to multiply it by: the mean's is the same for every head.
-void set_grad_weights(Tensor& grad, const OptionalTensor& given, const AttentionProblem& p, DType dtype, bool per_head,
-                      Scores& scores, double& scale) {
-  if (!present(given)) return;
-  grad = per_head ? *given : given->unsqueeze(1);
-  scores = Call::scores(grad, p, dtype);
-  scale = per_head ? 1.0 : 1.0 / static_cast<double>(p.heads);
-}
-
 template <typename Args>
 void for_tasks(const Args& args, int64_t tasks, void (*kernel)(const Args&, int64_t, int64_t)) {
   if (tasks == 0) return;
@@ -162,7 +153,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& key, const Tensor& value, const OptionalTensor& mask, const OptionalTensor& bias, int64_t first, int64_t last,
     double scale, double softcap, double dropout_p, const OptionalTensor& seed, const Text& return_weights, const Tensor& out,
     const Tensor& lse, bool bias_grad) {
-  AttentionBackward args;
+  AttentionBackward args = {};
   const Call call(query, key, value, mask, bias, first, last, scale, softcap, dropout_p, seed, args);
   const int dtype = static_cast<int>(dtype_of(query));
   const Tensor grad = as_heads(grad_out), result = as_heads(out), log_sums = lse.contiguous();
@@ -178,29 +169,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   TORCH_CHECK_VALUE(!present(grad_weights) || grad_weights->scalar_type() == query.scalar_type(),
                     "grad_weights must have the dtype of query");
 
-  AttentionDelta pass = {args};
-  Tensor weights_grad, delta = at::empty_like(log_sums);
-  pass.out = const_heads(result);
-  pass.grad_out = const_heads(grad);
-  pass.lse = log_sums.const_data_ptr();
-  pass.grad_lse = lse_grad.defined() ? lse_grad.const_data_ptr() : nullptr;
-  set_grad_weights(weights_grad, grad_weights, args, dtype_of(query), return_weights == "per_head", pass.grad_weights,
-                   pass.grad_weights_scale);
-  pass.delta = delta.mutable_data_ptr();
-  for_tasks(pass, args.batch * args.heads * blocks(args.L, kQueries), kernels().attention_delta[dtype]);
+  args.out = const_heads(result);
+  args.grad_out = const_heads(grad);
+  args.lse = log_sums.const_data_ptr();
+  args.grad_lse = lse_grad.defined() ? lse_grad.const_data_ptr() : nullptr;
+  Tensor weights_grad, weight_sums;
+  if (present(grad_weights)) {
+    const bool per_head = return_weights == "per_head";  // the mean's gradient is the same for every head
+    weights_grad = per_head ? *grad_weights : grad_weights->unsqueeze(1);
+    weight_sums = at::empty_like(log_sums);
+    args.grad_weights = Call::scores(weights_grad, args, dtype_of(query));
+    args.grad_weights_scale = per_head ? 1.0 : 1.0 / static_cast<double>(args.heads);
+    args.weight_sums = weight_sums.const_data_ptr();
+    AttentionWeightSums pass = {args, args.lse, args.grad_weights, args.grad_weights_scale, weight_sums.mutable_data_ptr()};
+    for_tasks(pass, args.batch * args.heads * blocks(args.L, kQueries), kernels().attention_weight_sums[dtype]);
+  }
 
   Tensor grad_query = empty_heads(query, args.batch, args.heads, args.L, args.D);
   Tensor grad_key = empty_heads(key, args.batch, args.kv_heads, args.S, args.D);
   Tensor grad_value = empty_heads(value, args.batch, args.kv_heads, args.S, args.Dv);
-  args.grad_out = const_heads(grad);
-  args.lse = log_sums.const_data_ptr();
-  args.delta = delta.const_data_ptr();
-  args.grad_weights = pass.grad_weights;
-  args.grad_weights_scale = pass.grad_weights_scale;
   args.grad_query = heads(grad_query);
   args.grad_key = heads(grad_key);
   args.grad_value = heads(grad_value);
-  args.grad_query_parts = nullptr;
   bias_grad = bias_grad && call.bias.defined();
   const auto broadcasts = [&](int64_t dim) { return call.bias.dim() < dim || call.bias.size(call.bias.dim() - dim) == 1; };
   const bool dense = bias_grad && !broadcasts(1) && !broadcasts(2);

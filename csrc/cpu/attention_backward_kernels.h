@@ -1,6 +1,6 @@
 // Attention backward: weights again from the saved log-sum-exp, block by block (Dao et al. 2022, algorithm 4).
 //
-// With scores s, weights p = exp(s - lse), dropped weights w, and delta as attention_delta left it:
+// With scores s, weights p = exp(s - lse), dropped weights w and, for each query, delta = sum over the keys of p dp:
 //     dp = drop(grad_out value'),   ds = p (dp - delta),
 //     grad_value = w' grad_out,   grad_key = scale ds' query,   grad_query = scale ds key,   grad_bias = ds.
 // A task owns blocks of keys: it walks over the queries for each, keeps the gradients of key and value in float32 until the
@@ -94,6 +94,7 @@ class BackwardTask {
   void fetch_queries(int64_t batch, int64_t head) {
     fetch(head_of<T>(a_.query, batch, head), 0, a_.L, a_.D);
     fetch(head_of<T>(a_.grad_out, batch, head), 0, a_.L, a_.Dv);
+    fetch(head_of<T>(a_.out, batch, head), 0, a_.L, a_.Dv);
   }
   // The step's keys in key and value, or in their gradients; of several chunks the first block.
   template <typename X>
@@ -118,6 +119,24 @@ class BackwardTask {
     fetch_keys(a_.key, a_.value, *next);
   }
 
+  // delta is grad_out . out but for what the gradients of the weights and of the log-sum-exp add.
+  void find_delta(Rows<const T> out, Rows<const T> grad_out, int64_t row) {
+    for (int64_t q = 0; q < padded_; q += n) {
+      Vec<C> dots[n] = {};
+      for (int i = 0; i < n && q + i < a_.L; ++i) {
+        Vec<C> dot = {};
+        for_columns<C>(a_.Dv,
+                       [&](int64_t c, auto lanes) { dot += lanes.load(out[q + i] + c) * lanes.load(grad_out[q + i] + c); });
+        dots[i] = dot;
+      }
+      store(delta_ + q, lane_sums<C>(dots));
+    }
+    for (int64_t q = 0; q < a_.L; ++q) {
+      if (a_.weight_sums) delta_[q] += ((const C*)a_.weight_sums)[row + q];
+      if (a_.grad_lse) delta_[q] -= ((const C*)a_.grad_lse)[row + q];
+    }
+  }
+
   void run_head(const BackwardStep& step, int64_t head, const BackwardStep* next) {
     const auto [batch, kv_head, chunk] = step;
     const Rows<const T> query = head_of<T>(a_.query, batch, head), grad_out = head_of<T>(a_.grad_out, batch, head);
@@ -130,8 +149,7 @@ class BackwardTask {
     const OperandB query_rows(query, a_.L, a_.D, query_rows_), grad_out_rows(grad_out, a_.L, a_.Dv, grad_out_rows_);
     const int64_t row = (batch * a_.heads + head) * a_.L;
     weight_offsets<C>((const C*)a_.lse + row, a_.L, offset_);
-    memcpy(delta_, (const C*)a_.delta + row, a_.L * sizeof(C));
-    memset(delta_ + a_.L, 0, (padded_ - a_.L) * sizeof(C));
+    find_delta(head_of<T>(a_.out, batch, head), grad_out, row);
     memset(grad_query_, 0, padded_ * rows_padded(a_.D) * sizeof(C));
     tile_.at_head(batch, head);
     KeyRange range(a_, 0, a_.L);

@@ -105,41 +105,31 @@ void attention_weights(const AttentionWeights& a, int64_t begin_task, int64_t en
 
 // A task is a block of queries of one head.
 template <typename T>
-void attention_delta(const AttentionDelta& a, int64_t begin_task, int64_t end_task) {
+void attention_weight_sums(const AttentionWeightSums& a, int64_t begin_task, int64_t end_task) {
   using C = Compute<T>;
   constexpr int n = kLanes<C>;
   WeightsPass<T> pass(a);
-  Buffer<C> grad_weights(a.grad_weights.data ? kKeys * kQueries : 0);
+  Buffer<C> grad_weights(kKeys * kQueries);
   const int64_t blocks = (a.L + kQueries - 1) / kQueries;
   for (int64_t task = begin_task; task < end_task; ++task) {
     const int64_t query = task % blocks * kQueries, head = task / blocks % a.heads, batch = task / blocks / a.heads;
     const int64_t queries = a.L - query < kQueries ? a.L - query : kQueries, at = (batch * a.heads + head) * a.L + query;
-    const Rows<const T> out = head_of<T>(a.out, batch, head), grad_out = head_of<T>(a.grad_out, batch, head);
-    C delta[kQueries] = {};
-    for (int64_t q = 0; q < queries; ++q) {
-      Vec<C> dot = {};
-      for_columns<C>(
-          a.Dv, [&](int64_t c, auto lanes) { dot += lanes.load(out[query + q] + c) * lanes.load(grad_out[query + q] + c); });
-      delta[q] = sum<C>(dot);
-      if (a.grad_lse) delta[q] -= ((const C*)a.grad_lse)[at + q];
-    }
-    if (a.grad_weights.data) {
-      int64_t loaded = -1;
-      pass.subtract_lse((const C*)a.lse + at, queries);
-      pass.run(batch, head, query, [&](const ScoreTile<T>& tile, const Strip& strip) {
-        if (loaded != tile.first_key)
-          load_scores<T>(a.grad_weights, batch, head, query, queries, loaded = tile.first_key, tile.keys, grad_weights);
-        for (int v = strip.first; v < strip.last; ++v) {
-          Vec<C> dot = {};
-          for (int key = strip.begin; key < strip.end; ++key) {
-            const int64_t i = key * kQueries + v * n;
-            dot += load(tile.scores + i) * load(grad_weights + i);
-          }
-          store(delta + v * n, load(delta + v * n) + dot * (C)a.grad_weights_scale);
+    C sums[kQueries] = {};
+    int64_t loaded = -1;
+    pass.subtract_lse((const C*)a.lse + at, queries);
+    pass.run(batch, head, query, [&](const ScoreTile<T>& tile, const Strip& strip) {
+      if (loaded != tile.first_key)
+        load_scores<T>(a.grad_weights, batch, head, query, queries, loaded = tile.first_key, tile.keys, grad_weights);
+      for (int v = strip.first; v < strip.last; ++v) {
+        Vec<C> dot = {};
+        for (int key = strip.begin; key < strip.end; ++key) {
+          const int64_t i = key * kQueries + v * n;
+          dot += load(tile.scores + i) * load(grad_weights + i);
         }
-      });
-    }
-    memcpy((C*)a.delta + at, delta, queries * sizeof(C));
+        store(sums + v * n, load(sums + v * n) + dot * (C)a.grad_weights_scale);
+      }
+    });
+    memcpy((C*)a.sums + at, sums, queries * sizeof(C));
   }
 }
 

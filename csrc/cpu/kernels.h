@@ -123,23 +123,22 @@ struct AttentionWeights : AttentionProblem {
   bool per_head;
 };
 
-// delta (batch, heads, L): for each query the sum over its keys of weight times the weight's gradient, less the gradient of
-// the log-sum-exp: what the gradient of every score of the query has subtracted.
-struct AttentionDelta : AttentionProblem {
-  ConstHeads out, grad_out;
-  const void *lse, *grad_lse;  // grad_lse may be null
-  Scores grad_weights;         // null if the weights took no part
+// sums (batch, heads, L): for each query the sum over its keys of weight times the weight's gradient.
+struct AttentionWeightSums : AttentionProblem {
+  const void* lse;
+  Scores grad_weights;
   double grad_weights_scale;
-  void* delta;
+  void* sums;
 };
 
 // A task is every chunks-th block of keys of one key head, or, where the gradient of the bias sums over heads or batches, of
 // all that it sums over.
 struct AttentionBackward : AttentionProblem {
-  ConstHeads grad_out;
-  const void *lse, *delta;
-  Scores grad_weights;
+  ConstHeads out, grad_out;
+  const void *lse, *grad_lse;  // grad_lse may be null
+  Scores grad_weights;         // null if the weights took no part
   double grad_weights_scale;
+  const void* weight_sums;  // with grad_weights: of AttentionWeightSums
   Heads grad_query, grad_key, grad_value;
   void* grad_query_parts;  // chunks > 1: (chunks, batch, heads, L, D) compute, whose sum is the gradient of query; else null
   BiasGrad grad_bias;
@@ -163,7 +162,7 @@ struct Kernels {
   void (*attention_forward[kDTypes])(const AttentionForward&, int64_t begin_task, int64_t end_task);
   void (*attention_rows[kDTypes])(const AttentionForward&, int64_t begin_task, int64_t end_task);
   void (*attention_weights[kDTypes])(const AttentionWeights&, int64_t begin_task, int64_t end_task);
-  void (*attention_delta[kDTypes])(const AttentionDelta&, int64_t begin_task, int64_t end_task);
+  void (*attention_weight_sums[kDTypes])(const AttentionWeightSums&, int64_t begin_task, int64_t end_task);
   void (*attention_backward[kDTypes])(const AttentionBackward&, int64_t begin_task, int64_t end_task);
   void (*sum_blocks[kDTypes])(const void* partials, void* out, int64_t count, int64_t n);
 };

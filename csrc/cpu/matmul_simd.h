@@ -66,7 +66,7 @@ class Ahead {
     const char* data;
     int64_t count, stride, size;  // stride and size in bytes
   };
-  Rows rows_[7];
+  Rows rows_[8];
   int count_ = 0, next_ = 0;
   int64_t at_ = 0;
 

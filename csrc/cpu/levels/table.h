@@ -26,7 +26,7 @@ extern const Kernels FT_TABLE(FT_LEVEL) = {
     FT_EACH_DTYPE(attention_forward),
     FT_EACH_DTYPE(attention_rows),
     FT_EACH_DTYPE(attention_weights),
-    FT_EACH_DTYPE(attention_delta),
+    FT_EACH_DTYPE(attention_weight_sums),
     FT_EACH_DTYPE(attention_backward),
     FT_EACH_DTYPE(sum_blocks),
 };
