@@ -121,7 +121,7 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   return {out, weights, lse};
 }
 
-// The sums that the gradient of the bias is made of, as BiasGrad says.
+// The gradient of the bias or the sums that it is made of, as BiasGrad says.
 Tensor bias_sums(const Tensor& bias, const AttentionBackward& args, BiasGrad& g) {
   const auto size = [&](int64_t dim) { return dim < bias.dim() ? bias.size(bias.dim() - 1 - dim) : 1; };
   const bool keys = size(0) != 1, queries = size(1) != 1;
@@ -130,7 +130,8 @@ Tensor bias_sums(const Tensor& bias, const AttentionBackward& args, BiasGrad& g)
   g.query = queries ? columns : 0;
   g.key = keys ? 1 : 0;
   if (g.dense()) {
-    sums = empty({size(3), size(2), rows, columns}, bias.options().dtype(compute_type(bias))).zero_();
+    sums = empty({size(3), size(2), rows, columns}, bias.options());
+    if (args.batch == 0) sums.zero_();
     if (size(3) != 1) g.batch = sums.stride(0);
     if (size(2) != 1) g.head = sums.stride(1);
   } else {

@@ -35,12 +35,23 @@ class BackwardTask {
   Buffer<C> grad_key_, grad_value_;  // (keys of the task, D)
   Buffer<E> key_, value_;            // of one block of keys
   Buffer<C> grad_weights_;           // blocks of scores from here on: dp, later ds
-  Buffer<C> grad_scores_, grad_bias_;
+  Buffer<C> grad_scores_;
   Buffer<T> weight_rows_, score_rows_;  // with pairs: w and ds as operands over queries, [key][query]
   Buffer<E> score_pairs_;               // ... and ds over keys
+  // Sums of ds before the softcap's derivative, blocks [key][query]. If dense, for a block of keys and all queries, or, where
+  // the task adds up several heads, for all its keys.
+  const bool several_;
+  Buffer<C> grad_bias_;
+
+  struct Head {
+    int64_t batch, head;
+    Rows<const T> key, value;
+    OperandB query, grad_out;
+  };
 
   int64_t block_count() const { return (a_.S + kBlock - 1) / kBlock; }
   int64_t task_keys() const { return (block_count() + a_.chunks - 1) / a_.chunks * kBlock; }
+  int64_t local(int64_t k) const { return k / kBlock / a_.chunks * kBlock; }  // where the task keeps what it has of a block
   static int64_t rows_padded(int64_t d) { return round_up(d, 16); }
 
  public:
@@ -61,10 +72,14 @@ class BackwardTask {
         value_(Operand<T>::scratch(kBlock, a.Dv)),
         grad_weights_(a.grad_weights.data ? kBlock * kQueries : 0),
         grad_scores_(kBlock * kQueries),
-        grad_bias_(a.grad_bias.data ? kBlock * kQueries : 0),
         weight_rows_(kPaired<T> ? kBlock * kQueries : 0),
         score_rows_(kPaired<T> ? kBlock * kQueries : 0),
-        score_pairs_(kPaired<T> ? kBlock / 2 * kQueries : 0) {}
+        score_pairs_(kPaired<T> ? kBlock / 2 * kQueries : 0),
+        several_(a.grad_bias.dense() && (a.batch > a.batch_tasks || (a.grad_bias.head == 0 && a.heads > a.head_tasks))),
+        grad_bias_(!a.grad_bias.data      ? 0
+                   : !a.grad_bias.dense() ? kBlock * kQueries
+                   : several_             ? (a.grad_bias.head ? a.heads / a.kv_heads : 1) * task_keys() * padded_
+                                          : kBlock * padded_) {}
 
   // `next` is the step to come, or null.
   void run(const BackwardStep& step, const BackwardStep* next) {
@@ -77,10 +92,10 @@ class BackwardTask {
       write_grad_query(batch, head, chunk);
     }
     for (int64_t block = chunk; block < block_count(); block += a_.chunks) {
-      const int64_t k = block * kBlock, local = block / a_.chunks * kBlock, keys = a_.S - k < kBlock ? a_.S - k : kBlock;
+      const int64_t k = block * kBlock, keys = a_.S - k < kBlock ? a_.S - k : kBlock;
       const Rows<T> grad_key = head_of<T>(a_.grad_key, batch, kv_head), grad_value = head_of<T>(a_.grad_value, batch, kv_head);
-      write_rows(grad_key_ + local * OperandB::columns(a_.D), {grad_key[k], grad_key.stride}, keys, a_.D, (C)a_.scale);
-      write_rows(grad_value_ + local * OperandB::columns(a_.Dv), {grad_value[k], grad_value.stride}, keys, a_.Dv,
+      write_rows(grad_key_ + local(k) * OperandB::columns(a_.D), {grad_key[k], grad_key.stride}, keys, a_.D, (C)a_.scale);
+      write_rows(grad_value_ + local(k) * OperandB::columns(a_.Dv), {grad_value[k], grad_value.stride}, keys, a_.Dv,
                  (C)a_.dropout.scale);
     }
   }
@@ -140,13 +155,11 @@ class BackwardTask {
   void run_head(const BackwardStep& step, int64_t head, const BackwardStep* next) {
     const auto [batch, kv_head, chunk] = step;
     const Rows<const T> query = head_of<T>(a_.query, batch, head), grad_out = head_of<T>(a_.grad_out, batch, head);
-    const Rows<const T> key = head_of<T>(a_.key, batch, kv_head), value = head_of<T>(a_.value, batch, kv_head);
     for (int64_t q = 0; q < a_.L; q += kQueries) {
       const int64_t queries = a_.L - q < kQueries ? a_.L - q : kQueries;
       transposed_operand<T>({query[q], query.stride}, queries, a_.D, query_t_ + q * depth<T>(a_.D));
       transposed_operand<T>({grad_out[q], grad_out.stride}, queries, a_.Dv, grad_out_t_ + q * depth<T>(a_.Dv));
     }
-    const OperandB query_rows(query, a_.L, a_.D, query_rows_), grad_out_rows(grad_out, a_.L, a_.Dv, grad_out_rows_);
     const int64_t row = (batch * a_.heads + head) * a_.L;
     weight_offsets<C>((const C*)a_.lse + row, a_.L, offset_);
     find_delta(head_of<T>(a_.out, batch, head), grad_out, row);
@@ -154,44 +167,58 @@ class BackwardTask {
     tile_.at_head(batch, head);
     KeyRange range(a_, 0, a_.L);
     range.without_padding(a_, batch, head, 1);
+    const Head operands = {batch,
+                           head,
+                           head_of<T>(a_.key, batch, kv_head),
+                           head_of<T>(a_.value, batch, kv_head),
+                           {query, a_.L, a_.D, query_rows_},
+                           {grad_out, a_.L, a_.Dv, grad_out_rows_}};
     for (int64_t block = chunk; block < block_count(); block += a_.chunks) {
-      const int64_t k = block * kBlock, local = block / a_.chunks * kBlock, keys = a_.S - k < kBlock ? a_.S - k : kBlock;
+      const int64_t k = block * kBlock, keys = a_.S - k < kBlock ? a_.S - k : kBlock;
       if (block + a_.chunks >= block_count()) fetch_next(step, head, next);
-      if (k >= range.end || k + keys <= range.begin) continue;
-      const Operand<T> key_a({key[k], key.stride}, keys, a_.D, key_, true, true);
-      const Operand<T> value_a({value[k], value.stride}, keys, a_.Dv, value_, true, false);
-      C* const grad_key = grad_key_ + local * OperandB::columns(a_.D);
-      C* const grad_value = grad_value_ + local * OperandB::columns(a_.Dv);
-      // Queries that may see one of these keys: key - last <= query <= key - first.
-      const int64_t begin = k - a_.last < 0 ? 0 : (k - a_.last) / kQueries * kQueries;
-      const int64_t end = k + keys - a_.first < a_.L ? k + keys - a_.first : a_.L;
-      for (int64_t q = begin; q < end; q += kQueries) {
-        if (!tile_.locate(q, a_.L - q < kQueries ? a_.L - q : kQueries, k, keys)) continue;
-        tile_.compute(query_t_ + q * depth<T>(a_.D), key_a.rows);
-        if (a_.grad_weights.data) load_scores<T>(a_.grad_weights, batch, head, q, tile_.queries, k, keys, grad_weights_);
-        for (int s = 0; s < tile_.strip_count;) {
-          const Strip run = tile_.merged(s);
-          multiply<false>(from_row(value_a.rows, run.begin), grad_out_t_ + q * depth<T>(a_.Dv) + run.first * n, kQueries,
-                          grad_scores_ + run.begin * kQueries + run.first * n, kQueries, run.keys(), (run.last - run.first) * n,
-                          depth<T>(a_.Dv), false, tile_.ahead);
-        }
-        for (int s = 0; s < tile_.strip_count; ++s) differentiate(tile_.strips[s]);
-        if (a_.grad_bias.data) add_grad_bias(batch, head, chunk);
-        for (int s = 0; s < tile_.strip_count;) {
-          const Strip run = tile_.merged(s);
-          const int64_t first = run.first * n, visible = run.last * n < tile_.queries ? run.last * n : tile_.queries;
-          const int64_t count = kPaired<T> ? (run.last - run.first) * n / 2 : visible - first;
-          multiply<false>(over_queries(weights(), run.begin, first), grad_out_rows[q + first], grad_out_rows.stride,
-                          grad_value + run.begin * OperandB::columns(a_.Dv), OperandB::columns(a_.Dv), run.keys(),
-                          OperandB::columns(a_.Dv), count, true, tile_.ahead);
-          multiply<false>(over_queries(score_grads(), run.begin, first), query_rows[q + first], query_rows.stride,
-                          grad_key + run.begin * OperandB::columns(a_.D), OperandB::columns(a_.D), run.keys(),
-                          OperandB::columns(a_.D), count, true, tile_.ahead);
-          multiply<!kPaired<T>>(
-              Matrix<E>{key_a.columns.data + run.begin / kPer * key_a.columns.column, key_a.columns.row, key_a.columns.column},
-              over_keys() + run.begin / kPer * kQueries + first, kQueries, grad_query_ + q * rows_padded(a_.D) + first,
-              kQueries, a_.D, (run.last - run.first) * n, (run.keys() + kPer - 1) / kPer, true, tile_.ahead);
-        }
+      if (a_.grad_bias.dense() && is_first(batch, head)) memset(grad_bias_of(head, k), 0, kBlock * padded_ * sizeof(C));
+      if (k < range.end && k + keys > range.begin) run_block(operands, k, keys);
+      if (a_.grad_bias.dense() && is_last(batch, head)) write_grad_bias(batch, head, k, keys);
+    }
+  }
+
+  void run_block(const Head& head, int64_t k, int64_t keys) {
+    const Operand<T> key_a({head.key[k], head.key.stride}, keys, a_.D, key_, true, true);
+    const Operand<T> value_a({head.value[k], head.value.stride}, keys, a_.Dv, value_, true, false);
+    C* const grad_key = grad_key_ + local(k) * OperandB::columns(a_.D);
+    C* const grad_value = grad_value_ + local(k) * OperandB::columns(a_.Dv);
+    // Queries that may see one of these keys: key - last <= query <= key - first.
+    const int64_t begin = k - a_.last < 0 ? 0 : (k - a_.last) / kQueries * kQueries;
+    const int64_t end = k + keys - a_.first < a_.L ? k + keys - a_.first : a_.L;
+    for (int64_t q = begin; q < end; q += kQueries) {
+      if (!tile_.locate(q, a_.L - q < kQueries ? a_.L - q : kQueries, k, keys)) continue;
+      tile_.compute(query_t_ + q * depth<T>(a_.D), key_a.rows);
+      if (a_.grad_weights.data)
+        load_scores<T>(a_.grad_weights, head.batch, head.head, q, tile_.queries, k, keys, grad_weights_);
+      for (int s = 0; s < tile_.strip_count;) {
+        const Strip run = tile_.merged(s);
+        multiply<false>(from_row(value_a.rows, run.begin), grad_out_t_ + q * depth<T>(a_.Dv) + run.first * n, kQueries,
+                        grad_scores_ + run.begin * kQueries + run.first * n, kQueries, run.keys(), (run.last - run.first) * n,
+                        depth<T>(a_.Dv), false, tile_.ahead);
+      }
+      C* const grad_bias = grad_bias_of(head.head, k) + (a_.grad_bias.dense() ? q * kBlock : 0);
+      if (a_.grad_bias.data && !a_.grad_bias.dense()) memset(grad_bias, 0, kBlock * kQueries * sizeof(C));
+      for (int s = 0; s < tile_.strip_count; ++s) differentiate(tile_.strips[s], grad_bias);
+      if (a_.grad_bias.data && !a_.grad_bias.dense()) reduce_grad_bias(head, k);
+      for (int s = 0; s < tile_.strip_count;) {
+        const Strip run = tile_.merged(s);
+        const int64_t first = run.first * n, visible = run.last * n < tile_.queries ? run.last * n : tile_.queries;
+        const int64_t count = kPaired<T> ? (run.last - run.first) * n / 2 : visible - first;
+        multiply<false>(over_queries(weights(), run.begin, first), head.grad_out[q + first], head.grad_out.stride,
+                        grad_value + run.begin * OperandB::columns(a_.Dv), OperandB::columns(a_.Dv), run.keys(),
+                        OperandB::columns(a_.Dv), count, true, tile_.ahead);
+        multiply<false>(over_queries(score_grads(), run.begin, first), head.query[q + first], head.query.stride,
+                        grad_key + run.begin * OperandB::columns(a_.D), OperandB::columns(a_.D), run.keys(),
+                        OperandB::columns(a_.D), count, true, tile_.ahead);
+        multiply<!kPaired<T>>(
+            Matrix<E>{key_a.columns.data + run.begin / kPer * key_a.columns.column, key_a.columns.row, key_a.columns.column},
+            over_keys() + run.begin / kPer * kQueries + first, kQueries, grad_query_ + q * rows_padded(a_.D) + first, kQueries,
+            a_.D, (run.last - run.first) * n, (run.keys() + kPer - 1) / kPer, true, tile_.ahead);
       }
     }
   }
@@ -225,7 +252,7 @@ class BackwardTask {
   }
 
   // Scores and dp of a strip to w and ds.
-  void differentiate(const Strip& strip) {
+  void differentiate(const Strip& strip, C* grad_bias) {
     for_groups(strip.first, strip.last, [&](auto group, int v) {
       constexpr int V = group.value;
       const C factor = tile_.factor * (C)kLog2E, scale = (C)a_.dropout.scale, weights_scale = (C)a_.grad_weights_scale;
@@ -251,7 +278,7 @@ class BackwardTask {
           dp = select_bit<C>(kept[i], bit, dp * scale, Vec<C>{});
         }
         ds = p * (dp - delta[i]);
-        if (bias_grad) store(grad_bias_ + at, ds);
+        if (bias_grad) store(grad_bias + at, load(grad_bias + at) + ds);
         if (capped) ds *= load(tile_.slopes + at);
       };
       if constexpr (kPaired<T>) {
@@ -281,34 +308,41 @@ class BackwardTask {
     });
   }
 
-  // Adds the block's ds, before the softcap's derivative, to the sums of the bias.
-  void add_grad_bias(int64_t batch, int64_t head, int64_t chunk) {
+  // The heads that one gradient of the bias sums over: they are all the task's.
+  bool is_first(int64_t batch, int64_t head) const {
+    return batch % (a_.batch / a_.batch_tasks) == 0 && (a_.grad_bias.head || head % (a_.heads / a_.head_tasks) == 0);
+  }
+  bool is_last(int64_t batch, int64_t head) const { return is_first(batch + 1, head + (a_.grad_bias.head ? 0 : 1)); }
+
+  C* grad_bias_of(int64_t head, int64_t k) const {
+    if (!several_) return grad_bias_;
+    return grad_bias_ + ((a_.grad_bias.head ? head % (a_.heads / a_.kv_heads) : 0) * task_keys() + local(k)) * padded_;
+  }
+
+  void write_grad_bias(int64_t batch, int64_t head, int64_t k, int64_t keys) const {
     const BiasGrad& g = a_.grad_bias;
-    const int64_t at =
-        batch * g.batch + head * g.head + chunk * g.chunk + tile_.first_key * g.key + tile_.first_query * g.query;
-    for (int s = 0; s < tile_.strip_count; ++s) {
-      if (g.dense()) {
-        add_transposed(tile_.strips[s], (C*)g.data + at, g.query);
-      } else {
-        add_sums(tile_.strips[s], (double*)g.data + at);
-      }
+    const int64_t at = batch * g.batch + head * g.head + k;
+    if (a_.bias.dtype == DType::f32 && sizeof(C) == sizeof(float))
+      write_blocks(grad_bias_of(head, k), (C*)g.data + at, keys);
+    else
+      write_blocks(grad_bias_of(head, k), (T*)g.data + at, keys);
+  }
+
+  template <typename X>
+  void write_blocks(const C* blocks, X* out, int64_t keys) const {
+    for (int64_t q = 0; q < a_.L; q += kQueries) {
+      const C* block = blocks + q * kBlock;
+      transpose_back<C, X>(a_.L - q < kQueries ? a_.L - q : kQueries, keys, {out + q * a_.grad_bias.query, a_.grad_bias.query},
+                           [=](int64_t key, int64_t row) { return load(block + key * kQueries + row); });
     }
   }
 
-  void add_transposed(const Strip& strip, C* sums, int64_t stride) {
-    for (int v = strip.first; v < strip.last; ++v)
-      for_columns<C>(strip.keys(), [&](int64_t key, auto lanes) {
-        Vec<C> square[n];
-        for (int i = 0; i < n; ++i) {
-          const int64_t row = strip.begin + key + i;
-          square[i] = row < strip.end ? load(grad_bias_ + row * kQueries + v * n) : Vec<C>{};
-        }
-        transpose<C>(square);
-        for (int i = 0; i < n && v * n + i < tile_.queries; ++i) {
-          C* row = sums + (v * n + i) * stride + strip.begin + key;
-          lanes.store(row, lanes.load(row) + square[i]);
-        }
-      });
+  // Adds the block's ds to the sums over keys or queries.
+  void reduce_grad_bias(const Head& head, int64_t k) {
+    const BiasGrad& g = a_.grad_bias;
+    double* const sums = (double*)g.data + head.batch * g.batch + head.head * g.head + k / kBlock % a_.chunks * g.chunk +
+                         tile_.first_key * g.key + tile_.first_query * g.query;
+    for (int s = 0; s < tile_.strip_count; ++s) add_sums(tile_.strips[s], sums);
   }
 
   void add_sums(const Strip& strip, double* sums) {

@@ -18,25 +18,30 @@ class ForwardTask {
   const AttentionForward& a_;
   TileRegisters registers_;
   ScoreTile<T> tile_;
+  Buffer<E> key_, value_;            // of a task
   Buffer<E> query_;                  // (D, kQueries)
   Buffer<C> output_;                 // (Dv, kQueries)
   C top_[kQueries], sum_[kQueries];  // top: in units of ln 2, as the exponent of exp2
 
  public:
   explicit ForwardTask(const AttentionForward& a)
-      : a_(a), tile_(a, false), query_(depth<T>(a.D) * kQueries), output_(round_up(a.Dv, 16) * kQueries) {}
+      : a_(a),
+        tile_(a, false),
+        key_(Operand<T>::scratch(a.S, a.D)),
+        value_(Operand<T>::scratch(a.S, a.Dv)),
+        query_(depth<T>(a.D) * kQueries),
+        output_(round_up(a.Dv, 16) * kQueries) {}
 
   void run(int64_t task, bool another) {
-    const int64_t batch = task / a_.chunks / a_.kv_heads, kv_head = task / a_.chunks % a_.kv_heads, chunk = task % a_.chunks;
-    const int64_t group = a_.heads / a_.kv_heads;
+    const auto [batch, kv_head] = place(task);
+    const int64_t chunk = task % a_.chunks, group = a_.heads / a_.kv_heads;
     KeyRange range(a_, 0, a_.L);
     range.without_padding(a_, batch, kv_head * group, group);
     range.begin = range.begin / kKeys * kKeys;
     const int64_t begin = range.begin, keys = range.end > begin ? range.end - begin : 0;
-    Buffer<E> key_scratch(Operand<T>::scratch(keys, a_.D)), value_scratch(Operand<T>::scratch(keys, a_.Dv));
     const Rows<const T> key = head_of<T>(a_.key, batch, kv_head), value = head_of<T>(a_.value, batch, kv_head);
-    const Operand<T> keys_a({key[begin], key.stride}, keys, a_.D, key_scratch, true, false);
-    const Operand<T> values_a({value[begin], value.stride}, keys, a_.Dv, value_scratch, false, true);
+    const Operand<T> keys_a({key[begin], key.stride}, keys, a_.D, key_, true, false);
+    const Operand<T> values_a({value[begin], value.stride}, keys, a_.Dv, value_, false, true);
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       tile_.at_head(batch, head);
       for (int64_t query = chunk * kQueries; query < a_.L; query += a_.chunks * kQueries) {
@@ -55,6 +60,16 @@ class ForwardTask {
   }
 
  private:
+  struct Place {
+    int64_t batch, kv_head;
+  };
+  // Batches take turns if they share a bias, as its block may then be the one just used; else the heads of a batch do.
+  Place place(int64_t task) const {
+    const int64_t i = task / a_.chunks;
+    if (a_.bias.data && a_.bias.batch == 0) return {i % a_.batch, i / a_.batch};
+    return {i / a_.kv_heads, i % a_.kv_heads};
+  }
+
   int64_t block_queries(int64_t query) const { return a_.L - query < kQueries ? a_.L - query : kQueries; }
 
   // Has the products fetch the block of queries that comes next ...
@@ -64,7 +79,7 @@ class ForwardTask {
   }
   // ... or all that the next task begins with.
   void fetch_task(int64_t task) {
-    const int64_t batch = task / a_.chunks / a_.kv_heads, kv_head = task / a_.chunks % a_.kv_heads;
+    const auto [batch, kv_head] = place(task);
     const Rows<const T> key = head_of<T>(a_.key, batch, kv_head), value = head_of<T>(a_.value, batch, kv_head);
     tile_.ahead.add(key.data, key.stride, a_.S, a_.D);
     tile_.ahead.add(value.data, value.stride, a_.S, a_.Dv);

@@ -204,7 +204,13 @@ class ScoreTile {
   const AttentionProblem& problem_;
   bool derivative_;
   int64_t batch_, head_;
+  struct BiasBlock {
+    int64_t at, queries, keys;
+    bool operator==(const BiasBlock&) const = default;
+  };
   Buffer<C> bias_;
+  BiasBlock bias_block_ = {-1, 0, 0};
+  bool bias_shows_;
   Buffer<Word> visible_, kept_;  // [strip][query], a bit for each key
 
   int vectors() const { return (int)round_up((queries + n - 1) / n, kStep); }
@@ -309,9 +315,14 @@ class ScoreTile {
     }
   }
 
-  // Reads the bias of the block; false if it is -inf everywhere.
+  // Reads the bias of the block, unless it is that of the last one, as when batches share a bias; false if it is -inf
+  // everywhere.
   bool load_bias() {
     const Scores& bias = problem_.bias;
+    const BiasBlock block = {batch_ * bias.batch + head_ * bias.head + first_query * bias.query + first_key * bias.key, queries,
+                             keys};
+    if (block == bias_block_) return bias_shows_;
+    bias_block_ = block;
     load_scores<T>(bias, batch_, head_, first_query, queries, first_key, keys, bias_);
     Vec<C> top = splat<C>(-INFINITY);
     for (int64_t key = 0; key < keys; ++key)
@@ -319,9 +330,9 @@ class ScoreTile {
         const Vec<C> x = load(bias_ + key * kQueries + v * n);
         top = x <= top ? top : x;  // a NaN stays
       }
-    for (int i = 0; i < n; ++i)
-      if (!(top[i] == -INFINITY)) return true;
-    return false;
+    bias_shows_ = false;
+    for (int i = 0; i < n; ++i) bias_shows_ |= !(top[i] == -INFINITY);
+    return bias_shows_;
   }
 
   void draw() {

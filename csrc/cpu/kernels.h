@@ -89,8 +89,9 @@ struct Scores {
   int64_t batch = 0, head = 0, query = 0, key = 0;
 };
 
-// Sums of the gradient of the bias, zero at first: in the compute type where the bias has queries and keys, else in float64.
-// Strides are 0 where the bias broadcasts; of keys and queries one that is not 0 is 1.
+// The gradient of the bias. Where the bias has queries and keys, the gradient itself, in the dtype of the bias; else sums that
+// it is made of, in float64, zero at first. Strides are 0 where the bias broadcasts; of keys and queries one that is not 0
+// is 1.
 struct BiasGrad {
   void* data = nullptr;
   int64_t batch = 0, head = 0, chunk = 0, key = 0, query = 0;
