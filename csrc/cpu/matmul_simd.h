@@ -129,8 +129,8 @@ inline void multiply_columns(Matrix<E> a, const E* b, int64_t b_stride, Sum<E>* 
   }
   if constexpr (R > 1) {
     if (r < rows)
-      multiply_columns<(R + 1) / 2, V, rows_adjacent>(Matrix<E>{a.data + r * a.row, a.row, a.column}, b, b_stride,
-                                                      c + r * c_stride, c_stride, rows - r, k, add, ahead);
+      multiply_columns<(R > 6 ? 6 : R - 1), V, rows_adjacent>(Matrix<E>{a.data + r * a.row, a.row, a.column}, b, b_stride,
+                                                              c + r * c_stride, c_stride, rows - r, k, add, ahead);
   }
 }
 

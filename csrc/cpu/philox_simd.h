@@ -16,7 +16,7 @@ constexpr int kBitsPerWord = 32;
 inline int64_t keep_words(int64_t n) { return (n + kBitsPerWord - 1) / kBitsPerWord; }
 
 #if defined(FT_AVX512)
-constexpr int kKeepStride = 4;  // words drawn together
+constexpr int kKeepStride = 2;  // words drawn together
 
 inline void draw_keep_bits(const Dropout& d, uint64_t row, uint32_t block, int64_t count, uint32_t* words) {
   const int lo = (int)row, hi = (int)(row >> 32), b = (int)block;
