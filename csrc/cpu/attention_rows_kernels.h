@@ -18,6 +18,7 @@ class RowsTask {
   const AttentionForward& a_;
   const int64_t group_, rows_;         // heads that share a key head, and all their queries
   const int64_t block_;                // keys: if a second query reads them, as many as the first-level cache holds
+  const int64_t ahead_;                // rows from the one at work to the one that is fetched: 8 KiB, what memory needs in time
   Buffer<C> query_, output_, scores_;  // output (rows, Dv), unnormalised
   Buffer<C> top_, sum_;                // (rows): as in ForwardTask
 
@@ -27,6 +28,7 @@ class RowsTask {
         group_(a.heads / a.kv_heads),
         rows_(group_ * a.L),
         block_(rows_ > 1 ? kStrip : kKeys),
+        ahead_(8192 / ((a.D > a.Dv ? a.D : a.Dv) * (int64_t)sizeof(T)) + 1),
         query_(a.D),
         output_(rows_ * round_up(a.Dv, n)),
         scores_(kKeys),
@@ -48,10 +50,10 @@ class RowsTask {
         const int64_t head = kv_head * group_ + r / a_.L, query = r % a_.L;
         uint32_t visible[kKeys / kStrip];
         if (!find_visible(batch, head, query, k, keys, visible)) continue;
-        score(head_of<T>(a_.query, batch, head)[query], {key[k], key.stride}, keys);
+        score(head_of<T>(a_.query, batch, head)[query], {key[k], key.stride}, keys, r == 0);
         finish(batch, head, query, k, keys, visible);
         weigh(r, (batch * a_.heads + head) * a_.L + query, k, keys);
-        accumulate(r, {value[k], value.stride}, keys);
+        accumulate(r, {value[k], value.stride}, keys, r == 0);
       }
     }
     for (int64_t r = 0; r < rows_; ++r) write(r, batch, kv_head * group_ + r / a_.L, r % a_.L);
@@ -73,8 +75,13 @@ class RowsTask {
     return seen != 0;
   }
 
+  // Fetches the part of a row whose time is `ahead_` rows later. It may lie past the tensor's end, where that does nothing.
+  static void fetch(const T* row, int64_t size) {
+    for (int64_t c = 0; c < size; c += 64 / sizeof(T)) __builtin_prefetch(row + c);
+  }
+
   // scores_ = query . key, a sum for each key.
-  void score(const T* query, Rows<const T> key, int64_t keys) {
+  void score(const T* query, Rows<const T> key, int64_t keys, bool first) {
     for_columns<C>(a_.D, [&](int64_t c, auto lanes) { store(query_ + c, lanes.load(query + c)); });
     constexpr int kTogether = n < 8 ? n : 8;
     for (int64_t k = 0; k < keys; k += n) {
@@ -83,6 +90,7 @@ class RowsTask {
       for (int part = 0; part < n; part += kTogether) {
         const T* row[kTogether];
         for (int i = 0; i < kTogether; ++i) row[i] = key[k + part + i < keys ? k + part + i : k];
+        for (int i = 0; first && i < kTogether; ++i) fetch(row[i] + ahead_ * key.stride, a_.D);
         for_columns<C>(a_.D, [&](int64_t c, auto lanes) {
           const Vec<C> q = load(query_ + c);
 #pragma GCC unroll 8
@@ -135,13 +143,14 @@ class RowsTask {
   }
 
   // Adds the weighted rows of value, four vectors of columns at a time.
-  void accumulate(int64_t r, Rows<const T> value, int64_t keys) {
+  void accumulate(int64_t r, Rows<const T> value, int64_t keys, bool first) {
     C* output = output_ + r * round_up(a_.Dv, n);
     int64_t c = 0;
     for (; c + 4 * n <= a_.Dv; c += 4 * n) {
       Vec<C> even[4] = {}, odd[4] = {};  // two sums, so that a step need not wait for the one before it
       int64_t k = 0;
       for (; k + 2 <= keys; k += 2) {
+        for (int i = 0; first && i < 2; ++i) fetch(value[k + i + ahead_] + c, 4 * n);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
           even[i] += scores_[k] * load(value[k] + c + i * n);
