@@ -121,7 +121,9 @@ void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int6
   weight_sums.check(wide_type, "sums of the weights");
 
   const bool dense = rows != 1 && S != 1;
-  std::vector<char> sums((dense ? H * L * S * wide : H * 2 * rows * S * 8), 0);
+  const int64_t bias_heads = dense && options & 8 ? 1 : H;  // one: its gradient sums over the heads
+  Results grad_bias(dense ? bias_heads * L * S * size : H * 2 * rows * S * 8);
+  if (!dense) std::fill(grad_bias.begin(), grad_bias.end(), 0);
   for (int64_t chunks : {1, 2}) {
     Results parts(chunks * H * L * D * wide);
     AttentionBackward backward = {p};
@@ -137,8 +139,8 @@ void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int6
     backward.grad_key = {grad_key.data(), S * D, S * D, D};
     backward.grad_value = {grad_value.data(), S * Dv, S * Dv, Dv};
     backward.grad_query_parts = chunks > 1 ? parts.data() : nullptr;
-    const int64_t heads = rows * S * (dense ? 1 : 2);
-    if (options & 2) backward.grad_bias = {sums.data(), 0, heads, dense ? 0 : rows * S, S != 1, rows != 1 ? S : 0};
+    const int64_t head = bias_heads == 1 ? 0 : rows * S * (dense ? 1 : 2);
+    if (options & 2) backward.grad_bias = {grad_bias.data(), 0, head, dense ? 0 : rows * S, S != 1, rows != 1 ? S : 0};
     backward.batch_tasks = backward.head_tasks = 1;
     backward.chunks = chunks;
     kernels.attention_backward[dtype](backward, 0, chunks);
@@ -148,6 +150,7 @@ void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int6
       grad_query.check(type, "gradient of query");
     grad_key.check(type, "gradient of key");
     grad_value.check(type, "gradient of value");
+    if (options & 2) grad_bias.check(dense ? type : DType::f64, "gradient of bias");
   }
 }
 
