@@ -24,7 +24,7 @@ f64, f32, bf16, f16 = torch.float64, torch.float32, torch.bfloat16, torch.float1
 class Backend:
     """A path of `attention` under test: a new one joins BACKENDS and every test below runs on it."""
 
-    name: str
+    name: str | None  # None: what attention chooses by itself
     device: str = "cpu"
     dtypes: tuple[torch.dtype, ...] = (f64, f32, bf16, f16)
     # How often scores, their maximum and the log-sum-exp are rounded until a weight is exp(score - lse), once each if the
@@ -32,7 +32,7 @@ class Backend:
     lse_roundings: int = 0
 
     def __str__(self):
-        return self.name
+        return str(self.name)
 
     @property
     def interpreted(self) -> bool:
@@ -435,18 +435,25 @@ def padded_or_sparse(shape, S):
     return mask
 
 
+@pytest.fixture
+def one_stream(monkeypatch):
+    """Seeds are drawn on the CPU: from one seed of their generators, a CPU and a GPU draw different ones."""
+    draw = functional._draw_seed
+    monkeypatch.setattr(functional, "_draw_seed", lambda p, device: None if p == 0.0 else draw(p, "cpu").to(device))
+
+
 @need_extension
 @pytest.mark.parametrize("dtype", [f32, bf16, f16, f64], ids=str)
 @given(call=any_call())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_combination_on_every_instruction_set(level, dtype, call):
+def test_any_combination_on_every_instruction_set(level, dtype, call, one_stream):
     check_any_combination(Backend("cpu"), dtype, call)
 
 
 @pytest.mark.parametrize("dtype", BACKENDS[-1].dtypes, ids=str)
 @given(call=any_call(lengths=[1, 2, 17, 33, 64, 65]))
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_combination_in_triton(dtype, call):
+def test_any_combination_in_triton(dtype, call, one_stream):
     check_any_combination(BACKENDS[-1], dtype, call)
 
 
@@ -469,7 +476,8 @@ def check_any_combination(backend, dtype, call):
     def run(backend):
         def fn(q, k, v, bias, extras=RETURNS[returns]):
             torch.manual_seed(seed)
-            return attention(q, k, v, mask=mask, bias=bias, backend=backend, **options, **extras)
+            here = mask if mask is None else mask.to(q.device)
+            return attention(q, k, v, mask=here, bias=bias, backend=backend, **options, **extras)
 
         return fn
 
@@ -478,13 +486,14 @@ def check_any_combination(backend, dtype, call):
     clean = {name: x for name, x in options.items() if name != "dropout_p"}
 
     def usually(q, k, v, bias):
-        output, weights, lse = plain(q, k, v, mask=mask, bias=bias, **clean)
+        here = mask if mask is None else mask.to(q.device)
+        output, weights, lse = plain(q, k, v, mask=here, bias=bias, **clean)
         if kept is not None:
-            weights = weights * kept.to(weights.dtype)
+            weights = weights * kept.to(weights)
             output = weights @ v.repeat_interleave(weights.shape[1] // v.shape[1], 1)
         return select(returns, output, weights, lse)
 
-    inputs = [x if x is None else x.to(dtype) for x in (query, key, value, bias)]
+    inputs = [x if x is None else x.to(backend.device, dtype) for x in (query, key, value, bias)]
     usual, _, usual_grads = with_gradients(usually, *inputs, cotangents)
     got, _, got_grads = with_gradients(run(backend.name), *inputs, cotangents)
     _, weights, lse = attention(query, key, value, mask=mask, bias=bias, backend="reference", **clean, **EXTRAS)
@@ -503,11 +512,12 @@ def check_any_combination(backend, dtype, call):
 @pytest.mark.parametrize("return_weights", [None, "mean", "per_head"])
 @pytest.mark.parametrize("op", [pytest.param("attention", marks=need_extension), "attention_triton"])
 def test_opcheck(op, return_weights):
-    ops = torch.ops.fast_transformer
+    ops, device = torch.ops.fast_transformer, "cpu" if op == "attention" else BACKENDS[-1].device
     forward, backward = getattr(ops, op).default, getattr(ops, f"{op}_backward").default
-    inputs = [torch.randn(2, h, n, 8, requires_grad=True) for h, n in ((4, 5), (2, 7), (2, 7))]
-    bias, mask = torch.randn(1, 4, 5, 7, requires_grad=True), torch.rand(2, 1, 1, 7) < 0.8
-    rest = (-(2**62), 2, 0.3, 1.5, 0.1, torch.tensor(5), return_weights)  # first, last, scale, softcap, dropout_p, seed
+    inputs = [torch.randn(2, h, n, 8, device=device, requires_grad=True) for h, n in ((4, 5), (2, 7), (2, 7))]
+    bias = torch.randn(1, 4, 5, 7, device=device, requires_grad=True)
+    mask, seed = torch.rand(2, 1, 1, 7, device=device) < 0.8, torch.tensor(5, device=device)
+    rest = (-(2**62), 2, 0.3, 1.5, 0.1, seed, return_weights)  # first, last, scale, softcap, dropout_p
     with_lse = (True,) if op == "attention" else ()
     torch.library.opcheck(forward, (*inputs, mask, bias, *rest, *with_lse))
     torch.library.opcheck(forward, (*(x.detach() for x in inputs), None, None, *rest, *with_lse))
@@ -901,12 +911,12 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("options", COMPILED)
-@pytest.mark.parametrize("backend", [None, *(b.name for b in BACKENDS)])
+@pytest.mark.parametrize("backend", [Backend(None), *BACKENDS], ids=str)
 def test_compile(backend, options):
     torch._dynamo.reset()
-    options = COMPILED[options]
-    fn = lambda q, k, v: attention(q, k, v, backend=backend, **options)  # noqa: E731
-    inputs = [torch.randn(2, 2, n, 4, requires_grad=True) for n in (5, 6, 6)]
+    options = {n: x.to(backend.device) if isinstance(x, torch.Tensor) else x for n, x in COMPILED[options].items()}
+    fn = lambda q, k, v: attention(q, k, v, backend=backend.name, **options)  # noqa: E731
+    inputs = [torch.randn(2, 2, n, 4, device=backend.device, requires_grad=True) for n in (5, 6, 6)]
     results = []
     for f in (fn, torch.compile(fn, fullgraph=True, backend="aot_eager")):
         torch.manual_seed(5)
