@@ -9,6 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -36,21 +37,70 @@ def interleave(
             begin = time.perf_counter()
             fn()
             times[name].append((time.perf_counter() - begin) * 1e3)
-    result = {}
-    for name, ms in times.items():
-        quantiles = statistics.quantiles(ms, n=5)
-        result[name] = {"median_ms": statistics.median(ms), "q20_ms": quantiles[0], "q80_ms": quantiles[3]}
-    return result
+    return {name: quantiles(ms) for name, ms in times.items()}
 
 
-def write_csv(name: str, rows: list[dict[str, object]]) -> Path:
-    """Replaces results/<name>.csv; every row carries where and with what it was measured."""
-    where = {
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
+def quantiles(ms: list[float]) -> dict[str, float]:
+    fifths = statistics.quantiles(ms, n=5)
+    return {"median_ms": statistics.median(ms), "q20_ms": fifths[0], "q80_ms": fifths[3]}
+
+
+def need_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs a GPU, and torch sees none: nothing was measured")
+
+
+def interleave_cuda(
+    variants: dict[str, Callable[[], object]], seconds: float = 0.1, rounds: int = 10
+) -> dict[str, dict[str, float]]:
+    """As `interleave`, in milliseconds of the GPU between two events; `host_ms` is how long a call holds the host.
+
+    Before each call 512 MB are written. So inputs come from memory, not from a cache; and the host, which launches meanwhile,
+    is ahead of the GPU: a launch is not measured where it is shorter than that, about 0.1 ms, and the work together.
+    """
+    cold = torch.empty(2**29, dtype=torch.uint8, device="cuda")
+    times, host = ({name: [] for name in variants} for _ in range(2))
+    for fn in variants.values():
+        fn(), fn()
+    started = time.perf_counter()
+    while len(next(iter(host.values()))) < rounds or time.perf_counter() - started < seconds * len(variants):
+        for name, fn in variants.items():
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            cold.zero_()
+            events[0].record()
+            begin = time.perf_counter()
+            fn()
+            host[name].append((time.perf_counter() - begin) * 1e3)
+            events[1].record()
+            times[name].append(events)
+        torch.cuda.synchronize()
+    return {
+        name: quantiles([begin.elapsed_time(end) for begin, end in pairs]) | {"host_ms": statistics.median(host[name])}
+        for name, pairs in times.items()
     }
+
+
+def peak_cuda(fn: Callable[[], object]) -> float:
+    """By how many MB a call raises the memory in use at most."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fn()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def copy_rate_cuda() -> float:
+    """Bytes a second that a copy of 1 GB reads and writes: what the GPU's memory is measured by."""
+    x, y = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
+    return 2 * x.numel() / interleave_cuda({"copy": lambda: y.copy_(x)})["copy"]["median_ms"] * 1e3
+
+
+def write_csv(name: str, rows: list[dict[str, object]], device: str = "cpu") -> Path:
+    """Replaces results/<name>.csv; every row carries where and with what it was measured."""
+    if device == "cpu":
+        where = {"cpu": cpu_name(), "threads": torch.get_num_threads()}
+    else:
+        where = {"gpu": torch.cuda.get_device_name(), "triton": version("triton"), "cudnn": torch.backends.cudnn.version()}
+    where |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.csv"
     with path.open("w", newline="") as file:
