@@ -144,6 +144,8 @@ CASES = {
     "L111-S63-D100": Case(B=1, H=1, L=111, S=63, D=100),
     "L1-S111": Case(L=1, S=111),
     "L63-S1": Case(L=63, S=1),
+    "L1-S301": Case(L=1, S=301),  # few queries for many keys: the keys may be split
+    "L3-S301-causal": Case(L=3, S=301, D=5, options=dict(causal=True, query_offset=298)),
     "L1-S1-D1": Case(L=1, S=1, D=1),
     "B0": Case(B=0),
     "L0": Case(L=0),
@@ -524,6 +526,22 @@ def test_opcheck(op, return_weights):
     out, weights, lse = forward(*(x.detach() for x in inputs), mask, bias.detach(), *rest, *with_lse)
     grads = [torch.randn_like(out), None if return_weights is None else torch.randn_like(weights), torch.randn_like(lse)]
     torch.library.opcheck(backward, (*grads, *inputs, mask, bias, *rest, out, lse, True))
+
+
+def test_triton_says_why_it_cannot_take_a_call(monkeypatch):
+    backend = BACKENDS[-1]
+    q = torch.randn(1, 1, 3, 8, device=backend.device)
+    wide = torch.randn(1, 1, 3, 257, device=backend.device)
+    for inputs, reason in (
+        ((q.double(),) * 3, "no kernel for torch.float64"),
+        ((q, q, wide), "head_dim is at most 256, got 8 for query and key, 257 for value"),
+    ):
+        with pytest.raises(RuntimeError, match=f"backend='triton' cannot take this call: {reason}"):
+            attention(*inputs, backend="triton")
+        attention(*inputs)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match="backend='triton' cannot take this call: the tensors are on cpu"):
+        attention(*[q.cpu()] * 3, backend="triton")
 
 
 # Threads and sizes

@@ -67,3 +67,8 @@ def test_hopper_and_blackwell_load_through_the_tensor_memory_accelerator():
     for target in ("sm_90", "sm_100"):
         loads = {k["kernel"] for k in compiled(target) if k["accelerated_loads"]}
         assert loads >= {"forward_kernel", "key_value_kernel", "query_kernel"}
+
+
+def test_another_length_needs_no_other_kernel():
+    again = [k["compiled"] for k in compiled("sm_90") if k["case"] == "window-other-lengths"]
+    assert again and not any(again)

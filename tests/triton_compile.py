@@ -41,6 +41,7 @@ MASK, BIAS = torch.rand(2, 1, 1, 256) < 0.5, torch.randn(2, 4, 256, 256, dtype=b
 FEATURES = {
     "plain": {},
     "window": dict(first=-100, last=0),
+    "window-other-lengths": dict(first=-99, last=1, queries=251),
     "padding": dict(mask=MASK),
     "bias": dict(bias=BIAS),
     "bias-shared": dict(bias=BIAS[:1]),
@@ -123,8 +124,10 @@ def launched(target: str, options: dict) -> dict[str, dict]:
     found, run = {}, JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
+        variants = self.device_caches[target][0]
+        before = len(variants)
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        found[self.fn.__name__] = facts(kernel)
+        found[self.fn.__name__] = facts(kernel) | dict(compiled=len(variants) > before)
 
     JITFunction.run = compile_only
     driver.set_active(NoDevice(target))

@@ -217,7 +217,7 @@ def attention_backward(
     delta = torch.empty_like(lse)
     tile = call.tile("query")
     options, programs, ranges = call.options(tile), B * H * triton.cdiv(L, tile.block_m), call.ranges(tile.block_m)
-    grad_lse = None if grad_lse is None else matrices(grad_lse[..., None])
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
     delta_kernel[(programs,)](
         *(
             *call.inputs[:2],

@@ -18,6 +18,7 @@ from .attention_scores import (
     kernel,
     load_block,
     load_lse,
+    load_numbers,
     load_rows,
     matrix,
     score_gradients,
@@ -28,12 +29,6 @@ from .attention_scores import (
 )
 
 
-@triton.jit
-def load_delta(delta, base, start, n_rows, ROWS: tl.constexpr):
-    rows = start + tl.arange(0, ROWS)
-    return tl.load(delta + base + rows, mask=rows < n_rows, other=0.0)
-
-
 @kernel
 def delta_kernel(
     query,  # Matrices (B, H, L, D)
@@ -41,7 +36,7 @@ def delta_kernel(
     out,  # Matrices (B, H, L, Dv)
     grad_out,  # Matrices (B, H, L, Dv)
     grad_weights,  # Matrices (B, H, L, S), or None
-    grad_lse,  # Matrices (B, H, L, 1), or None
+    grad_lse,  # pointer, (B, H, L), or None
     lse,  # pointer, (B, H, L) float32
     delta,  # pointer, (B, H, L) float32
     ranges,
@@ -70,15 +65,12 @@ def delta_kernel(
     o = load_rows(out, b, h, start_m, shape.queries, BLOCK_M, DV, BLOCK_DV, True)
     do = load_rows(grad_out, b, h, start_m, shape.queries, BLOCK_M, DV, BLOCK_DV, True)
     total = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    rows = start_m + tl.arange(0, BLOCK_M)
-    row = tl.cast(b * shape.heads + h, tl.int64) * shape.queries
     if grad_lse is not None:
-        pointers = matrix(grad_lse, b, h) + rows.to(tl.int64) * grad_lse.row
-        total -= tl.load(pointers, mask=rows < shape.queries, other=0.0)
+        total -= load_numbers(grad_lse, b, h, start_m, shape, BLOCK_M)
     if grad_weights is not None:
         q = load_rows(query, b, h, start_m, shape.queries, BLOCK_M, D, BLOCK_D, True)
         blocks = visible_blocks(start_m, shape.queries, shape.keys, shape.first, shape.last, ranges, b, h, BLOCK_M, BLOCK_N)
-        lse_i = load_lse(lse, row, start_m, shape.queries, BLOCK_M)[:, None]
+        lse_i = load_lse(lse, b, h, start_m, shape, BLOCK_M)[:, None]
         for block in range(blocks[0], blocks[3]):
             start_n = block * BLOCK_N
             k = load_rows(key, b, h // shape.groups, start_n, shape.keys, BLOCK_N, D, BLOCK_D, True)
@@ -88,6 +80,8 @@ def delta_kernel(
             # fmt: on
             m, n = indices(start_m, start_n, BLOCK_M, BLOCK_N, False)
             total += tl.sum(dropped * load_block(grad_weights, b, h, m, n, shape, True).to(tl.float32), 1)
+    rows = start_m + tl.arange(0, BLOCK_M)
+    row = tl.cast(b * shape.heads + h, tl.int64) * shape.queries
     tl.store(delta + row + rows, total, mask=rows < shape.queries)
 
 
@@ -123,14 +117,13 @@ def add_queries(
     EDGE: tl.constexpr,
 ):
     """Takes blocks of queries of one head into the gradients of a block of keys and values."""
-    row = tl.cast(b * shape.heads + h, tl.int64) * shape.queries
     low, high = steps(blocks, EDGE)
     for step in range(low, high):
         start_m = block_of(step, blocks, EDGE) * BLOCK_M
         q = load_rows(query, b, h, start_m, shape.queries, BLOCK_M, D, BLOCK_D, EDGE, query_descriptor)
         do = load_rows(grad_out, b, h, start_m, shape.queries, BLOCK_M, DV, BLOCK_DV, EDGE, grad_out_descriptor)
-        lse_i = load_lse(lse, row, start_m, shape.queries, BLOCK_M)[None, :]
-        delta_i = load_delta(delta, row, start_m, shape.queries, BLOCK_M)[None, :]
+        lse_i = load_lse(lse, b, h, start_m, shape, BLOCK_M)[None, :]
+        delta_i = load_numbers(delta, b, h, start_m, shape, BLOCK_M)[None, :]
         product, grad_product = dot(k, tl.trans(q), PRECISION), dot(v, tl.trans(do), PRECISION)
         # fmt: off
         dropped, ds, slope = score_gradients(product, grad_product, start_m, start_n, b, h, lse_i, delta_i, shape, scoring,
@@ -290,9 +283,8 @@ def query_kernel(
     blocks = visible_blocks(start_m, shape.queries, shape.keys, shape.first, shape.last, ranges, b, h, BLOCK_M, BLOCK_N)
     q = load_rows(query, b, h, start_m, shape.queries, BLOCK_M, D, BLOCK_D, True)
     do = load_rows(grad_out, b, h, start_m, shape.queries, BLOCK_M, DV, BLOCK_DV, True)
-    row = tl.cast(b * shape.heads + h, tl.int64) * shape.queries
-    lse_i = load_lse(lse, row, start_m, shape.queries, BLOCK_M)[:, None]
-    delta_i = load_delta(delta, row, start_m, shape.queries, BLOCK_M)[:, None]
+    lse_i = load_lse(lse, b, h, start_m, shape, BLOCK_M)[:, None]
+    delta_i = load_numbers(delta, b, h, start_m, shape, BLOCK_M)[:, None]
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     # fmt: off
     dq = add_keys(dq, q, do, lse_i, delta_i, key, key_descriptor, value, value_descriptor, grad_weights, start_m, blocks,
@@ -360,9 +352,8 @@ def bias_kernel(
             do = load_rows(grad_out, b, h, start_m, shape.queries, BLOCK_M, DV, BLOCK_DV, True)
             k = load_rows(key, b, kv_head, start_n, shape.keys, BLOCK_N, D, BLOCK_D, True)
             v = load_rows(value, b, kv_head, start_n, shape.keys, BLOCK_N, DV, BLOCK_DV, True)
-            row = tl.cast(b * shape.heads + h, tl.int64) * shape.queries
-            lse_i = load_lse(lse, row, start_m, shape.queries, BLOCK_M)[:, None]
-            delta_i = load_delta(delta, row, start_m, shape.queries, BLOCK_M)[:, None]
+            lse_i = load_lse(lse, b, h, start_m, shape, BLOCK_M)[:, None]
+            delta_i = load_numbers(delta, b, h, start_m, shape, BLOCK_M)[:, None]
             product, grad_product = dot(q, tl.trans(k), PRECISION), dot(do, tl.trans(v), PRECISION)
             # fmt: off
             _, ds, _ = score_gradients(product, grad_product, start_m, start_n, b, h, lse_i, delta_i, shape, scoring,

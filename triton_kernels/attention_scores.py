@@ -267,8 +267,15 @@ def score_gradients(
 
 
 @triton.jit
-def load_lse(lse, base, start, n_rows, ROWS: tl.constexpr):
-    """The log-sum-exp of some rows in base 2; 0 for a row that sees nothing, whose scores are -inf anyway."""
+def load_numbers(x, b, h, start, shape, ROWS: tl.constexpr):
+    """Of (B, H, L) numbers one after the other, those of some queries; 0 beyond the last."""
     rows = start + tl.arange(0, ROWS)
-    value = tl.load(lse + base + rows, mask=rows < n_rows, other=0.0)
+    row = tl.cast(b * shape.heads + h, tl.int64) * shape.queries
+    return tl.load(x + row + rows, mask=rows < shape.queries, other=0.0)
+
+
+@triton.jit
+def load_lse(lse, b, h, start, shape, ROWS: tl.constexpr):
+    """The log-sum-exp of some queries in base 2; 0 for one that sees nothing, whose scores are -inf anyway."""
+    value = load_numbers(lse, b, h, start, shape, ROWS)
     return tl.where(value == float("-inf"), 0.0, value * LOG2E)

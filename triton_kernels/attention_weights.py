@@ -53,8 +53,7 @@ def weights_kernel(
         q = load_rows(query, b, h, start_m, shape.queries, BLOCK_M, D, BLOCK_D, True)
         k = load_rows(key, b, h // shape.groups, start_n, shape.keys, BLOCK_N, D, BLOCK_D, True)
         score, _ = scores(dot(q, tl.trans(k), PRECISION), m, n, b, h, shape, scoring, bias, mask, True)
-        row = tl.cast(b * shape.heads + h, tl.int64) * shape.queries
-        p = tl.exp2(score - load_lse(lse, row, start_m, shape.queries, BLOCK_M)[:, None])
+        p = tl.exp2(score - load_lse(lse, b, h, start_m, shape, BLOCK_M)[:, None])
         if scoring.seed is not None:
             p = tl.where(kept(start_m, start_n, b, h, shape, scoring, BLOCK_M, BLOCK_N, False), p, 0.0)
         acc += p
