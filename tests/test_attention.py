@@ -591,12 +591,13 @@ def test_scores_past_2_to_the_31():
 
 @pytest.mark.parametrize("where", ["query", "key", "value", "bias"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@need_extension
-def test_what_is_not_finite_shows_where_it_shows_in_pytorch(value, where):
+@pytest.mark.parametrize("backend", BACKENDS[1:], ids=str)
+def test_what_is_not_finite_shows_where_it_shows_in_pytorch(backend, value, where):
     inputs = dict(query=torch.randn(2, 2, 70, 8), key=torch.randn(2, 2, 200, 8), value=torch.randn(2, 2, 200, 8))
     inputs["bias"] = torch.randn(70, 200)
     inputs[where][..., 5, 3] = value
-    got, expected = (attention(**inputs, backend=b, **EXTRAS) for b in ("cpu", "reference"))
+    inputs = {name: x.to(backend.device) for name, x in inputs.items()}
+    got, expected = (attention(**inputs, backend=b, **EXTRAS) for b in (backend.name, "reference"))
     for x, y in zip(got, expected, strict=True):  # (a log-sum-exp of infinity may be NaN)
         assert torch.equal(x.isfinite(), y.isfinite())
         close(x.nan_to_num(0.0, 0.0, 0.0), y.nan_to_num(0.0, 0.0, 0.0))

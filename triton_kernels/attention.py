@@ -127,7 +127,7 @@ class Call:
     def splits(self, tile: Tile) -> int:
         """Over how many programs the keys of a block of queries are spread: more than one where the device has room."""
         programs = max(1, self.B * self.H * triton.cdiv(self.L, tile.block_m))
-        return max(1, min(processors(self.device) // programs, triton.cdiv(self.S, 4 * tile.block_n)))
+        return max(1, min(2 * processors(self.device) // programs, triton.cdiv(self.S, 4 * tile.block_n)))
 
 
 def attention_forward(
@@ -161,17 +161,15 @@ def attention_forward(
         call.ranges(tile.block_m),
         *descriptors(key, value, tile.block_n),
         *call.rules,
-        B,
+        *(B, splits),
         **options,
-        SPLITS=splits,
     )
     if splits > 1:
         merge_kernel[(B * H * triton.cdiv(L, 16),)](
-            *(matrices(target), target_lse, matrices(out), lse, *call.shape, B),
+            *(matrices(target), target_lse, matrices(out), lse, *call.shape, B, splits),
             DV=call.Dv,
             BLOCK_M=16,
             BLOCK_DV=options["BLOCK_DV"],
-            SPLITS=splits,
         )
     if return_weights is None:
         return out, query.new_empty(0), lse

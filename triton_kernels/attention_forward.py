@@ -93,6 +93,7 @@ def forward_kernel(
     bias,  # Matrices (B, H, L, S), or None
     mask,  # Matrices (B, H, L, S), nonzero = attend, or None
     batch,
+    splits,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -100,7 +101,6 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     shape = Shape(heads, groups, queries, keys, first, last)
     blocks_m = tl.cdiv(shape.queries, BLOCK_M)
@@ -112,12 +112,11 @@ def forward_kernel(
         start_m, shape.queries, shape.keys, shape.first, shape.last, ranges, b, h, BLOCK_M, BLOCK_N
     )
     split = tl.program_id(1)
-    if SPLITS > 1:
-        share = tl.cdiv(end - begin, SPLITS)
-        end = tl.minimum(begin + (split + 1) * share, end)
-        begin = tl.minimum(begin + split * share, end)
-        full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
-        full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+    share = tl.cdiv(end - begin, splits)
+    end = tl.minimum(begin + (split + 1) * share, end)
+    begin = tl.minimum(begin + split * share, end)
+    full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+    full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
     q = load_rows(query, b, h, start_m, shape.queries, BLOCK_M, D, BLOCK_D, True)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -129,7 +128,7 @@ def forward_kernel(
     acc, m_i, l_i = attend(acc, m_i, l_i, q, key, key_descriptor, value, value_descriptor, start_m, blocks, b, h, kv_head,
                            shape, scoring, bias, mask, D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True)
     # fmt: on
-    seen = l_i > 0.0
+    seen = l_i != 0.0
     total = tl.where(seen, l_i, 1.0)
     acc *= (scoring.inverse / total)[:, None]
     split_b = split * batch + b
@@ -152,10 +151,10 @@ def merge_kernel(
     first,
     last,
     batch,
+    splits,
     DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """out = sum of exp(partial_lse - lse) * partial over the splits, lse = log of the sum of exp(partial_lse)."""
     shape = Shape(heads, groups, queries, keys, first, last)
@@ -167,7 +166,7 @@ def merge_kernel(
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    for split in range(SPLITS):
+    for split in range(splits):
         split_b = split * batch + b
         pointers = partial_lse + tl.cast(split_b * shape.heads + h, tl.int64) * shape.queries + rows
         part = tl.load(pointers, mask=rows < shape.queries, other=float("-inf")) * LOG2E
@@ -178,7 +177,7 @@ def merge_kernel(
         acc = acc * alpha[:, None] + values * weight[:, None]
         l_i = l_i * alpha + weight
         m_i = m_new
-    seen = l_i > 0.0
+    seen = l_i != 0.0
     total = tl.where(seen, l_i, 1.0)
     store_rows(out, b, h, start_m, shape.queries, acc / total[:, None], BLOCK_M, DV, BLOCK_DV)
     pointers = lse + tl.cast(b * shape.heads + h, tl.int64) * shape.queries + rows

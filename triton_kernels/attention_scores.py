@@ -40,7 +40,7 @@ class Shape(NamedTuple):
     last: int | None
 
 
-kernel = triton.jit(do_not_specialize=["batch", *Shape._fields])
+kernel = triton.jit(do_not_specialize=["batch", "splits", *Shape._fields])
 
 
 class Scoring(NamedTuple):

@@ -89,8 +89,8 @@ def architecture(device: torch.device) -> str:
 
 
 def processors(device: torch.device) -> int:
-    """How many programs a device runs side by side."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+    """How many multiprocessors a device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def tile(kernel: str, arch: str, dtype: torch.dtype, head_dim: int) -> Tile:
