@@ -1,8 +1,19 @@
 """One file per fused op: its registration with PyTorch and the call that `functional` makes."""
 
-from ._extension import build_info, cpu_level, missing
+from ._extension import BUILD_COMMAND, build_info, cpu_level, cuda_archs, missing
 from .activation_dropout import activation_dropout, dropout
 from .attention import attention
-from .dropout_add_layer_norm import dropout_add_layer_norm
+from .dropout_add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
 
-__all__ = ["activation_dropout", "attention", "build_info", "cpu_level", "dropout", "dropout_add_layer_norm", "missing"]
+__all__ = [
+    "BUILD_COMMAND",
+    "activation_dropout",
+    "attention",
+    "build_info",
+    "cpu_level",
+    "cuda_archs",
+    "dropout",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
+    "missing",
+]
