@@ -1,0 +1,47 @@
+// How the glue starts kernels: on the current stream of the device that its tensors are on.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+
+namespace ft {
+namespace cuda {
+
+class Launcher {
+ public:
+  explicit Launcher(const at::Tensor& t)
+      : guard_(gpu_of(t)),
+        stream_(at::cuda::getCurrentCUDAStream()),
+        multiprocessors(at::cuda::getCurrentDeviceProperties()->multiProcessorCount),
+        shared_bytes(static_cast<int64_t>(at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin)) {}
+
+  // See "The host's side" in rows.cuh.
+  template <typename... Parameters, typename... Args>
+  void operator()(void (*kernel)(Parameters...), dim3 grid, dim3 block, int64_t shared, const Args&... args) const {
+    constexpr int64_t kAlwaysAllowed = 48 << 10;
+    if (shared > kAlwaysAllowed)
+      C10_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          static_cast<int>(shared)));
+    kernel<<<grid, block, shared, stream_>>>(args...);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+ private:
+  static at::Device gpu_of(const at::Tensor& t) {
+    TORCH_CHECK_VALUE(t.is_cuda(), "expected tensors on one CUDA device, got one on ", t.device());
+    return t.device();
+  }
+  c10::cuda::CUDAGuard guard_;
+  cudaStream_t stream_;
+
+ public:
+  const int multiprocessors;
+  const int64_t shared_bytes;  // that a block can have
+};
+
+inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }
+
+}  // namespace cuda
+}  // namespace ft
