@@ -6,6 +6,7 @@ reason wins. `backend="..."` forces a path and raises its reason. `backends()` p
 
 import math
 import numbers
+import re
 
 import torch
 from torch import Tensor
@@ -261,9 +262,28 @@ def _why_not_cuda(x: Tensor, *others: Tensor | None) -> str | None:
         return reason
     if x.dtype not in _KERNEL_DTYPES or x.dtype == torch.float64:
         return f"no CUDA kernel for {x.dtype}"
-    if x.shape[-1] >= 2**31:
-        return f"no CUDA kernel for rows of 2**31 elements or more, got {x.shape[-1]}"
-    return _transform_active(x, *others)
+    if x.shape[-1] > 2**30:
+        return f"no CUDA kernel for rows of more than 2**30 elements, got {x.shape[-1]}"
+    return _why_not_gpu(x.device.index) or _transform_active(x, *others)
+
+
+def _why_not_gpu(index: int) -> str | None:
+    """Why a GPU cannot run the CUDA kernels. Code for one minor version runs on later ones, PTX on everything later."""
+    if index not in _gpu_reasons:
+        gpu = torch.cuda.get_device_capability(index)
+        built = [((int(a), int(b)), ptx) for a, b, ptx in re.findall(r"(\d+)\.(\d+)[af]?(\+PTX)?", ops.cuda_archs)]
+        runs = any(arch <= gpu and (ptx or arch[0] == gpu[0]) for arch, ptx in built)
+        _gpu_reasons[index] = (
+            None
+            if runs or not built
+            else f"the CUDA kernels are built for {ops.cuda_archs}, this GPU is a {gpu[0]}.{gpu[1]}; "
+            f"`TORCH_CUDA_ARCH_LIST={gpu[0]}.{gpu[1]} {ops.BUILD_COMMAND}` builds them for it"
+        )
+    return _gpu_reasons[index]
+
+
+_gpu_reasons: dict[int, str | None] = {}
+_why_not_gpu._dynamo_marked_constant = True  # asked while torch.compile traces, as _forward_mode is
 
 
 def _kernel_takes(backend: str | None, *tensors: Tensor | None) -> bool:

@@ -2,8 +2,6 @@
 
 import ctypes
 import itertools
-import re
-import shutil
 import subprocess
 from pathlib import Path
 
