@@ -270,15 +270,12 @@ def _why_not_cuda(x: Tensor, *others: Tensor | None) -> str | None:
 def _why_not_gpu(index: int) -> str | None:
     """Why a GPU cannot run the CUDA kernels. Code for one minor version runs on later ones, PTX on everything later."""
     if index not in _gpu_reasons:
-        gpu = torch.cuda.get_device_capability(index)
+        gpu = major, minor = torch.cuda.get_device_capability(index)
         built = [((int(a), int(b)), ptx) for a, b, ptx in re.findall(r"(\d+)\.(\d+)[af]?(\+PTX)?", ops.cuda_archs)]
-        runs = any(arch <= gpu and (ptx or arch[0] == gpu[0]) for arch, ptx in built)
-        _gpu_reasons[index] = (
-            None
-            if runs or not built
-            else f"the CUDA kernels are built for {ops.cuda_archs}, this GPU is a {gpu[0]}.{gpu[1]}; "
-            f"`TORCH_CUDA_ARCH_LIST={gpu[0]}.{gpu[1]} {ops.BUILD_COMMAND}` builds them for it"
-        )
+        runs = not built or any(arch <= gpu and (ptx or arch[0] == major) for arch, ptx in built)
+        build = f"`TORCH_CUDA_ARCH_LIST={major}.{minor} {ops.BUILD_COMMAND}` builds them for it"
+        reason = f"the CUDA kernels are built for {ops.cuda_archs}, this GPU is a {major}.{minor}; {build}"
+        _gpu_reasons[index] = None if runs else reason
     return _gpu_reasons[index]
 
 

@@ -2,6 +2,8 @@
 
 import ctypes
 import itertools
+import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -22,6 +24,15 @@ NONE = Tensor()
 
 class Rows(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The references' tensors are small: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -124,24 +135,18 @@ def run_reference(x, residual, weight, bias, grad_out, grad_sum, *, eps, dropout
 def test_norm_against_the_reference(kernels, types, n):
     dtype, stream = types
     options = itertools.product((False, True), (0.0, 0.3), (False, True), (True, False))  # 16 cases, fewer of the largest
-    for case, (rms, dropout_p, prenorm, aligned) in list(enumerate(options))[:: 1 if n < 4096 else 3 if n < 65536 else 5]:
+    for case, (rms, dropout_p, prenorm, aligned) in list(enumerate(options))[:: 1 if n < 4096 else 5]:
         rows = 1 + case % (7 if n < 65536 else 3)
         x, residual, grad_out, grad_sum = (randn(rows, n) for _ in range(4))
         weight, bias = randn(n), randn(n)
         parameters = torch.float32 if case % 3 else dtype
-        low = [
-            x.to(dtype),
-            residual.to(stream),
-            weight.to(parameters),
-            bias.to(parameters),
-            grad_out.to(dtype),
-            grad_sum.to(stream),
-        ]
+        inputs = x, residual, weight, bias, grad_out, grad_sum
+        low = [t.to(d) for t, d in zip(inputs, (dtype, stream, parameters, parameters, dtype, stream), strict=True)]
         options = {"eps": 1e-5, "dropout_p": dropout_p, "seed": torch.tensor(1000 + case), "rms": rms, "prenorm": prenorm}
         shared = 8 * n if case % 2 else 0  # where long rows add up the parameters' gradients: in shared or in global memory
         got = run_norm(kernels, Memory(aligned), *low, **options, shared=shared if shared <= 96 << 10 else 0)
         plain = run_reference(*low, **options)
-        exact = run_reference(x, residual, weight, bias, grad_out, grad_sum, **options)
+        exact = run_reference(*inputs, **options)
         names = ("out", "sum", "grad of x", "grad of residual", "grad of weight", "grad of bias")
         for name, g, p, e in zip(names, got, plain, exact, strict=True):
             assert (g is None) == (e is None)
@@ -149,3 +154,104 @@ def test_norm_against_the_reference(kernels, types, n):
                 assert_accurate(f"{name}, {options}", g, p, e, factor=3 if name.startswith("grad") else 2)
         if prenorm:
             assert torch.equal(got[1], plain[1])  # the same elements are dropped, and the sum is the same to the last bit
+
+
+def test_norm_without_what_is_optional(kernels):
+    """No residual, no parameters, no gradients of parameters; no rows."""
+    x, grad, none = torch.randn(3, 40), torch.randn(3, 40), rows_at(None)
+    size = ctypes.c_int64(3), ctypes.c_int64(40)
+    out, stats, grad_x = torch.empty(3, 40), torch.empty(3, 2), torch.empty(3, 40)
+    nothing = ctypes.c_double(0.0), None
+    kernels.layer_norm_forward(
+        0, 0, 0, rows_at(x), none, None, None, at(out), None, at(stats), *size, ctypes.c_double(1e-5), False, *nothing
+    )
+    kernels.layer_norm_backward(
+        0, 0, 0, rows_at(grad), none, rows_at(x), none, None, at(stats), at(grad_x), *[None] * 5, *size, False, *nothing,
+        ctypes.c_int64(0)
+    )  # fmt: skip
+    leaf = x.clone().requires_grad_()
+    want = torch.nn.functional.layer_norm(leaf, (40,))
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(grad_x, torch.autograd.grad(want, leaf, grad)[0])
+    assert kernels.layer_norm_parts(ctypes.c_int64(0), size[1]) == 0
+    grad_weight = torch.full((40,), torch.nan)
+    kernels.layer_norm_backward(
+        0, 0, 0, none, none, none, none, None, None, None, None, at(out), None, at(grad_weight), None, ctypes.c_int64(0),
+        size[1], False, *nothing, ctypes.c_int64(0)
+    )  # fmt: skip
+    assert torch.equal(grad_weight, torch.zeros(40))
+
+
+def run_activation(kernels, memory, activation, x, bias, grad, *, dropout_p, seed):
+    """(out, gradients of x and of bias), through the emulated kernels."""
+    rows, n = x.shape
+    kind = list(reference.ACTIVATIONS).index(activation)  # in the order of Activation in csrc/arguments.h
+    x, grad, bias = memory.put_rows(x), memory.put_rows(grad), memory.put(bias)
+    out, grad_x = (memory.empty(rows, n, dtype=x.dtype) for _ in range(2))
+    size = ctypes.c_int64(rows), ctypes.c_int64(n)
+    partials, grad_bias = (memory.empty(m, n, dtype=torch.float32) for m in (kernels.activation_parts(*size), 1))
+    begin, end = (code(x.dtype), code(bias.dtype), kind), (*size, ctypes.c_double(dropout_p), at(seed))
+    kernels.activation_dropout(*begin, rows_at(x), rows_at(None), at(bias), at(out), None, None, *end)
+    given = rows_at(None if activation == "none" else x)
+    kernels.activation_dropout(*begin, given, rows_at(grad), at(bias), at(grad_x), at(partials), at(grad_bias), *end)
+    memory.check()
+    return out, grad_x, grad_bias[0]
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activation_dropout_against_the_reference(kernels, dtype, n):
+    options = itertools.product(reference.ACTIVATIONS, (True, False))
+    for case, (activation, aligned) in list(enumerate(options))[:: 1 if n < 4096 else 3]:
+        rows, dropout_p = 1 + case % (7 if n < 65536 else 2), (0.3 if case % 2 else 0.0)
+        x, grad, bias = randn(rows, n) * 2, randn(rows, n), randn(n)
+        low = x.to(dtype), bias.to(torch.float32 if case % 4 else dtype), grad.to(dtype)
+        options = {"dropout_p": dropout_p, "seed": torch.tensor(3 + case)}
+
+        def run(x, bias, grad, activation=activation, options=options):
+            x, bias = x.detach().requires_grad_(), bias.detach().requires_grad_()
+            out = reference.activation_dropout(x, bias, activation, **options)
+            return out, *torch.autograd.grad(out, (x, bias), grad)
+
+        got = run_activation(kernels, Memory(aligned), activation, *low, **options)
+        plain = run(*low)
+        for name, g, p, e in zip(("out", "grad of x", "grad of bias"), got, plain, run(x, bias, grad), strict=True):
+            assert_accurate(f"{activation}, {name}", g, p, e, factor=2 if name == "out" else 3)
+        if activation == "none":
+            assert torch.equal(got[0], plain[0])  # the same elements are dropped
+
+
+# What nvcc makes of the kernels
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the PATH")
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_registers_and_memory_accesses(arch, tmp_path):
+    """No kernel spills a register, and aligned ones move 16 bytes at a time."""
+    flags = ["-std=c++17", "-O3", f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v", "--keep", "--keep-dir", tmp_path]
+    command = ["nvcc", *flags, HERE / "instantiate.cu", "-o", tmp_path / "kernels.cubin"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+    report = (
+        r"entry function '(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?(\d+) registers"
+    )
+    kernels = re.findall(report, run.stderr, re.DOTALL)
+    assert len(kernels) > 60
+    for name, stack, stores, loads, registers in kernels:
+        print(f"sm_{arch} {registers:>3} registers, {stores} bytes spilled: {name}")
+        assert stack == stores == loads == "0", name
+        assert int(registers) <= 128, name  # of 512 threads
+
+    for entry in (tmp_path / "instantiate.ptx").read_text().split(".entry ")[1:]:
+        name = entry.split("(")[0]
+        if "Lb" not in name:
+            continue  # not a kernel of rows
+        moves = re.findall(r"\b(ld|st)\.global[.\w]*?\.(v\d\.)?([a-z]+)(\d+)\b", entry)
+        vectors = {kind for kind, vector, _, bits in moves if vector and int(vector[1]) * int(bits) >= 128}
+        if "Lb1EEEvNS" not in name:
+            assert not vectors, name
+            continue
+        assert vectors == {"ld", "st"}, name
+        scalars = [(kind, word + bits) for kind, vector, word, bits in moves if not vector]
+        assert len(scalars) <= 3, (name, scalars)  # the seed, and the mean and the deviation of a row
