@@ -2,10 +2,10 @@
 
     python benchmarks/bench_norm_gpu.py        needs a CUDA GPU; interleaved, writes results/norm_gpu.csv
 
-Bytes that must move, for rows × N elements of e bytes: forward reads x and residual and writes the result and the sum: 4 e;
-backward reads two gradients and the sum and writes one gradient, with dropout two: 4 e or 5 e. `share_of_copy` is that traffic's rate over
-that of a copy of 16 Mi elements, which reads and writes 2 e, on the same GPU. Targets: 0.85 forward for N >= 2048, and never
-slower than PyTorch eager forward+backward.
+Bytes that must move, for rows × N elements of e bytes: forward reads x and residual and writes the result and the sum, 4 e;
+backward reads two gradients and the sum and writes one gradient, with dropout two: 4 e or 5 e. `share_of_copy` is that
+traffic's rate over that of a copy of 16 Mi elements (2 e), which takes turns with the others. Targets: 0.85 forward for
+N >= 2048, and never slower than eager PyTorch forward+backward.
 """
 
 import importlib.util

@@ -12,8 +12,8 @@ namespace ft {
 // Forward: `grad` is absent. `empty(sizes, options)` allocates the large result; `parts(rows, n)` says of how many partial sums
 // the kernels make bias's gradient.
 struct ActivationCall {
-  at::Tensor out;                       // the result, or the gradient of x
-  at::Tensor grad_bias, bias_partials;  // (N,) and (parts, N), or empty
+  at::Tensor out;        // the result, or the gradient of x
+  at::Tensor grad_bias;  // (N,), or empty
   ActivationArgs args;
 
   template <typename Empty, typename Parts>
@@ -28,13 +28,13 @@ struct ActivationCall {
     if (!present(grad) || kind != Activation::none) x_ = as_rows_like(x, rows, like.scalar_type());
     bias_ = as_parameter(bias, rows);
     out = empty(like.sizes(), like.options());
-    grad_bias = at::empty({want_bias ? rows.size(1) : 0}, wide);
-    bias_partials = at::empty({want_bias ? parts(rows.size(0), rows.size(1)) : 0, rows.size(1)}, wide);
+    if (present(grad)) grad_bias = at::empty({want_bias ? rows.size(1) : 0}, wide);
+    if (want_bias) bias_partials_ = at::empty({parts(rows.size(0), rows.size(1)), rows.size(1)}, wide);
     args = {const_rows(x_),
             const_rows(grad_),
             parameter(bias_),
             out.mutable_data_ptr(),
-            want_bias ? bias_partials.mutable_data_ptr() : nullptr,
+            want_bias ? bias_partials_.mutable_data_ptr() : nullptr,
             rows.size(0),
             rows.size(1),
             kind,
@@ -42,7 +42,7 @@ struct ActivationCall {
   }
 
  private:
-  at::Tensor x_, grad_, bias_;  // what args points to, where it is not the caller's own
+  at::Tensor x_, grad_, bias_, bias_partials_;  // what args points to, where it is not the caller's own
 };
 
 }  // namespace ft

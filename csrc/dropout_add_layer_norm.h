@@ -46,8 +46,7 @@ struct LayerNormForwardCall {
 // `parts(rows, n)` says of how many partial sums the kernels make the parameters' gradients.
 struct LayerNormBackwardCall {
   at::Tensor grad_total, grad_x, grad_weight, grad_bias;
-  at::Tensor weight_partials, bias_partials;  // (parts, N), or empty
-  at::ScalarType type, stream_type;           // of the activations, of the residual and the sum
+  at::ScalarType type, stream_type;  // of the activations, of the residual and the sum
   LayerNormBackward args;
 
   template <typename Empty, typename Parts>
@@ -74,9 +73,8 @@ struct LayerNormBackwardCall {
     grad_x = empty(two_gradients ? grad_out.sizes() : at::IntArrayRef({0}), grad_out.options());
     grad_weight = at::empty({want_weight ? n : 0}, wide);
     grad_bias = at::empty({want_bias ? n : 0}, wide);
-    const int64_t count = want_weight || want_bias ? parts(rows, n) : 0;
-    weight_partials = at::empty({want_weight ? count : 0, n}, wide);
-    bias_partials = at::empty({want_bias ? count : 0, n}, wide);
+    if (want_weight) weight_partials_ = at::empty({parts(rows, n), n}, wide);
+    if (want_bias) bias_partials_ = at::empty({parts(rows, n), n}, wide);
     args = {const_rows(grad_out_),
             const_rows(grad_sum_),
             const_rows(x_),
@@ -85,8 +83,8 @@ struct LayerNormBackwardCall {
             stats_.const_data_ptr(),
             grad_total.mutable_data_ptr(),
             two_gradients ? grad_x.mutable_data_ptr() : nullptr,
-            want_weight ? weight_partials.mutable_data_ptr() : nullptr,
-            want_bias ? bias_partials.mutable_data_ptr() : nullptr,
+            want_weight ? weight_partials_.mutable_data_ptr() : nullptr,
+            want_bias ? bias_partials_.mutable_data_ptr() : nullptr,
             rows,
             n,
             rms,
@@ -95,6 +93,7 @@ struct LayerNormBackwardCall {
 
  private:
   at::Tensor grad_out_, stats_, x_, residual_, grad_sum_, weight_;
+  at::Tensor weight_partials_, bias_partials_;  // (parts, N)
 };
 
 }  // namespace ft

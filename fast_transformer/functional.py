@@ -79,10 +79,9 @@ def _check_number(name: str, value: object, expected: str, low: float, high: flo
         raise ValueError(f"{name} must be {expected}, got an integer past the range of float64") from None
 
 
-def _check_flags(**flags: object) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+def _check_flag(name: str, value: object) -> None:
+    if value is not True and value is not False:
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_probability(name: str, p: float) -> float:
@@ -438,11 +437,12 @@ def dropout_add_layer_norm(
         x, residual = _check_rows(x, residual, weight, bias, residual_in_fp32)
     eps = _check_number("eps", eps, "a finite number >= 0", 0, math.inf)
     dropout_p = check_probability("dropout_p", dropout_p)
-    _check_flags(prenorm=prenorm, residual_in_fp32=residual_in_fp32)
-    kernel = _kernel_takes(backend, x, residual, weight, bias)
-    op = ops.dropout_add_layer_norm if kernel else reference.dropout_add_layer_norm
-    options = {"seed": _draw_seed(dropout_p, x.device), "prenorm": prenorm, "residual_in_fp32": residual_in_fp32}
-    return op(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, **options)
+    _check_flag("prenorm", prenorm)
+    _check_flag("residual_in_fp32", residual_in_fp32)
+    op = ops.dropout_add_layer_norm if _kernel_takes(backend, x, residual, weight, bias) else reference.dropout_add_layer_norm
+    seed = _draw_seed(dropout_p, x.device)
+    flags = {"prenorm": prenorm, "residual_in_fp32": residual_in_fp32}
+    return op(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, seed=seed, **flags)
 
 
 def dropout_add_rms_norm(
@@ -471,11 +471,12 @@ def dropout_add_rms_norm(
     else:
         eps = _check_number("eps", eps, "None or a finite number >= 0", 0, math.inf)
     dropout_p = check_probability("dropout_p", dropout_p)
-    _check_flags(prenorm=prenorm, residual_in_fp32=residual_in_fp32)
-    kernel = _kernel_takes(backend, x, residual, weight)
-    op = ops.dropout_add_rms_norm if kernel else reference.dropout_add_rms_norm
-    options = {"seed": _draw_seed(dropout_p, x.device), "prenorm": prenorm, "residual_in_fp32": residual_in_fp32}
-    return op(x, residual, weight, eps=eps, dropout_p=dropout_p, **options)
+    _check_flag("prenorm", prenorm)
+    _check_flag("residual_in_fp32", residual_in_fp32)
+    op = ops.dropout_add_rms_norm if _kernel_takes(backend, x, residual, weight) else reference.dropout_add_rms_norm
+    seed = _draw_seed(dropout_p, x.device)
+    flags = {"prenorm": prenorm, "residual_in_fp32": residual_in_fp32}
+    return op(x, residual, weight, eps=eps, dropout_p=dropout_p, seed=seed, **flags)
 
 
 def activation_dropout(
