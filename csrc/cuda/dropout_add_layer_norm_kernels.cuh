@@ -1,10 +1,11 @@
 // LayerNorm or RMSNorm of residual + dropout(x). T: dtype of the activations, R: that of the residual stream.
 //
-// A row belongs to one warp (up to 512 columns) or to one block. Forward reads x and residual once into registers, where the
+// A row belongs to one warp (up to 256 columns) or to one block. Forward reads x and residual once into registers, where the
 // sum stays for the mean, then the variance about that mean, then the result; backward (the formulas are in
 // cpu/dropout_add_layer_norm_kernels.h) reads grad_out, x and residual once. Rows too long for the registers (kHeld = 0) are
-// read again in each pass, from the caches. The parameters' gradients: each warp or block adds up those of its rows in
-// registers (long rows: in shared memory where it is large enough) and writes one part; sum_parts adds the parts.
+// read again in each pass, from the caches. The parameters' gradients: each warp or block adds up those of its rows, in
+// registers or for long rows in memory (shared memory, where it is large enough), and writes one part; sum_parts adds the
+// parts, in an order that depends on the shape and the number of multiprocessors alone.
 #pragma once
 
 #include "rows.cuh"
