@@ -2,25 +2,26 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 
 namespace ft {
 namespace cuda {
 
 class Launcher {
+  static constexpr int64_t kAlwaysAllowed = 48 << 10, kStaticShared = 1 << 10;
+
  public:
   explicit Launcher(const at::Tensor& t)
       : guard_(gpu_of(t)),
-        stream_(at::cuda::getCurrentCUDAStream()),
-        multiprocessors(at::cuda::getCurrentDeviceProperties()->multiProcessorCount),
-        shared_bytes(static_cast<int64_t>(at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin)) {}
+        stream_(c10::cuda::getCurrentCUDAStream()),
+        multiprocessors(attribute(cudaDevAttrMultiProcessorCount)),
+        shared_bytes(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticShared) {}
 
   // See "The host's side" in rows.cuh.
   template <typename... Parameters, typename... Args>
   void operator()(void (*kernel)(Parameters...), dim3 grid, dim3 block, int64_t shared, const Args&... args) const {
-    constexpr int64_t kAlwaysAllowed = 48 << 10;
     if (shared > kAlwaysAllowed)
       C10_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(shared)));
@@ -33,12 +34,18 @@ class Launcher {
     TORCH_CHECK_VALUE(t.is_cuda(), "expected tensors on one CUDA device, got one on ", t.device());
     return t.device();
   }
+  int attribute(cudaDeviceAttr which) const {
+    int value = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, guard_.current_device().index()));
+    return value;
+  }
+
   c10::cuda::CUDAGuard guard_;
   cudaStream_t stream_;
 
  public:
   const int multiprocessors;
-  const int64_t shared_bytes;  // that a block can have
+  const int64_t shared_bytes;  // that a block can have besides its static variables
 };
 
 inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }
