@@ -18,12 +18,12 @@ struct LayerNormForwardCall {
                        bool prenorm, bool residual_in_fp32, Empty empty)
       : x_(as_rows(x)) {
     TORCH_CHECK_VALUE(x_.size(1) >= 1, "x must have a last dimension of size >= 1");
-    const auto stream = x.options().dtype(residual_in_fp32 ? compute_type(x) : x.scalar_type());
-    residual_ = as_rows_like(residual, x_, c10::typeMetaToScalarType(stream.dtype()));
+    const at::ScalarType stream_type = residual_in_fp32 ? compute_type(x) : x.scalar_type();
+    residual_ = as_rows_like(residual, x_, stream_type);
     weight_ = as_parameter(weight, x_);
     bias_ = as_parameter(bias, x_);
     out = empty(x.sizes(), x.options());
-    sum = empty(prenorm ? x.sizes() : at::IntArrayRef({0}), stream);
+    sum = empty(prenorm ? x.sizes() : at::IntArrayRef({0}), x.options().dtype(stream_type));
     stats = at::empty({x_.size(0), 2}, x.options().dtype(compute_type(x)));
     args = {const_rows(x_),
             const_rows(residual_),

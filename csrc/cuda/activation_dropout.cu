@@ -21,7 +21,7 @@ Tensor activation_dropout(const Tensor& x, const OptionalTensor& bias, const std
                           const OptionalTensor& seed) {
   const cuda::Launcher launch(x);
   ActivationCall call(x, {}, bias, activation, dropout_p, seed, false, cuda::empty, parts_for(launch));
-  cuda::activation_dropout(call.args, dtype_of(x), nullptr, launch);
+  cuda::activation_dropout(call.args, cuda::dtype_of(x), nullptr, launch);
   return call.out;
 }
 
@@ -30,7 +30,7 @@ std::tuple<Tensor, Tensor> activation_dropout_backward(const Tensor& grad, const
                                                        const OptionalTensor& seed, bool bias_grad) {
   const cuda::Launcher launch(grad);
   ActivationCall call(x, grad, bias, activation, dropout_p, seed, bias_grad, cuda::empty, parts_for(launch));
-  cuda::activation_dropout(call.args, dtype_of(grad), call.grad_bias.mutable_data_ptr(), launch);
+  cuda::activation_dropout(call.args, cuda::dtype_of(grad), call.grad_bias.mutable_data_ptr(), launch);
   return {call.out, call.grad_bias};
 }
 

@@ -18,7 +18,7 @@ std::tuple<Tensor, Tensor, Tensor> dropout_add_layer_norm(const Tensor& x, const
                                                           bool residual_in_fp32) {
   const cuda::Launcher launch(x);
   LayerNormForwardCall call(x, residual, weight, bias, eps, dropout_p, seed, rms, prenorm, residual_in_fp32, cuda::empty);
-  const DType type = dtype_of(x);
+  const DType type = cuda::dtype_of(x);
   cuda::layer_norm_forward(call.args, type, residual_in_fp32 ? DType::f32 : type, launch);
   return {call.out, call.sum, call.stats};
 }
@@ -31,7 +31,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dropout_add_layer_norm_backward(
   const auto parts = [&](int64_t rows, int64_t n) { return cuda::layer_norm_parts(rows, n, launch.multiprocessors); };
   LayerNormBackwardCall call(grad_out, grad_sum, x, residual, weight, stats, dropout_p, seed, rms, weight_grad, bias_grad,
                              cuda::empty, parts);
-  const DType type = dtype_of(grad_out);
+  const DType type = cuda::dtype_of(grad_out);
   cuda::layer_norm_backward(call.args, type, call.stream_type == call.type ? type : DType::f32,
                             call.grad_weight.mutable_data_ptr(), call.grad_bias.mutable_data_ptr(), launch);
   return {call.grad_total, call.grad_x, call.grad_weight, call.grad_bias};

@@ -6,6 +6,8 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "../checks.h"
+
 namespace ft {
 namespace cuda {
 
@@ -47,6 +49,14 @@ class Launcher {
   const int multiprocessors;
   const int64_t shared_bytes;  // that a block can have besides its static variables
 };
+
+// The dtype of x (..., N) where the kernels take it.
+inline DType dtype_of(const at::Tensor& x) {
+  const DType dtype = ft::dtype_of(x);
+  TORCH_CHECK_TYPE(dtype != DType::f64, "the CUDA kernels take float32, bfloat16 and float16, got ", x.scalar_type());
+  TORCH_CHECK_VALUE(x.size(-1) <= 1 << 30, "the CUDA kernels take rows of up to 2^30 elements, got ", x.size(-1));
+  return dtype;
+}
 
 inline at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options) { return at::empty(sizes, options); }
 

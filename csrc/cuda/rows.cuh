@@ -64,7 +64,7 @@ __device__ inline uint32_t narrow_pair(float low, float high) {
   return bits;
 }
 
-// A chunk as it lies in memory. Kernels load all that they need before they use the first of it, so that the loads overlap.
+// A chunk as it lies in memory.
 template <typename T>
 struct Packed {
   T v[kColumns];
@@ -182,7 +182,7 @@ struct PartialSums {
 
 constexpr int kSumColumns = 32, kSumThreads = 16;  // columns of a block, threads of a column
 
-__global__ void __launch_bounds__(kSumColumns* kSumThreads) sum_parts_kernel(const __grid_constant__ PartialSums a) {
+static __global__ void __launch_bounds__(kSumColumns* kSumThreads) sum_parts_kernel(const __grid_constant__ PartialSums a) {
   __shared__ float sums[kSumThreads][kSumColumns];
   const int64_t col = static_cast<int64_t>(blockIdx.x) * kSumColumns + threadIdx.x;
   const float* partials = static_cast<const float*>(a.partials[blockIdx.y]);
