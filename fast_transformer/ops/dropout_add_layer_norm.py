@@ -64,13 +64,14 @@ def _backward_fake(grad_out, grad_sum, x, residual, weight, stats, eps, dropout_
 
 def _backward_recorded(grad_out, grad_sum, x, residual, weight, stats, eps, dropout_p, seed, rms, weight_grad, bias_grad):
     """The backward op where it is itself differentiated: plain PyTorch, from the reference."""
-    parts = [] if residual is None else [reference.wide(residual)]
+    total = None if residual is None else reference.wide(residual)
     if x is not None:
-        parts.append(reference.dropout(reference.wide(x), dropout_p=dropout_p, seed=seed))
-    total = differentiable(sum(parts[1:], parts[0]))
-    options = {"eps": eps, "dropout_p": 0.0, "seed": None, "prenorm": False, "residual_in_fp32": False}
-    norm = reference.dropout_add_rms_norm if rms else reference.dropout_add_layer_norm
-    normed = norm(total, None, None, *(() if rms else (None,)), **options)
+        dropped = reference.dropout(reference.wide(x), dropout_p=dropout_p, seed=seed)
+        total = dropped if total is None else total + dropped
+    total = differentiable(total)
+    norm, no_parameters = (reference.dropout_add_rms_norm, 1) if rms else (reference.dropout_add_layer_norm, 2)
+    options = {"dropout_p": 0.0, "seed": None, "prenorm": False, "residual_in_fp32": False}
+    normed = norm(total, None, *[None] * no_parameters, eps=eps, **options)
     wide_grad = reference.wide(grad_out)
     grad_normed = wide_grad if weight is None else wide_grad * reference.wide(weight)
     (grad_total,) = torch.autograd.grad(normed, total, grad_normed, create_graph=True)
