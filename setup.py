@@ -100,7 +100,8 @@ def extension():
     print(f"fast_transformer: building CPU{' and CUDA' if cuda else ''} kernels against torch {torch.__version__} ({why})")
 
     # -ffp-contract lets vector code use fused multiply-add; no -ffast-math: infinities and NaN keep their meaning.
-    flags = ["-O3", "-std=c++20", "-ffp-contract=fast", "-fno-math-errno", "-Wall"]
+    # -g0: with the debug information that Python asks for the module is ten times as large.
+    flags = ["-O3", "-g0", "-std=c++20", "-ffp-contract=fast", "-fno-math-errno", "-Wall"]
     # GCC 12 crashes in its own vectoriser on loops that are vectorised by hand, and warns about its own intrinsics.
     flags += ["-fno-tree-slp-vectorize", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
     openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
