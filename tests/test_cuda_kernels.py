@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import assert_accurate, randn
+from common import assert_accurate, need_extension, randn
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fast_transformer import reference
+from fast_transformer import functional, reference
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]  # in the order of DType in csrc/arguments.h
@@ -220,6 +221,26 @@ def test_activation_dropout_against_the_reference(kernels, dtype, n):
             assert_accurate(f"{activation}, {name}", g, p, e, factor=2 if name == "out" else 3)
         if activation == "none":
             assert torch.equal(got[0], plain[0])  # the same elements are dropped
+
+
+@need_extension
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_call_with_tensors_on_a_gpu_reaches_the_op(dtype, monkeypatch):
+    """Through `functional`, with tensors that have a device, but no memory."""
+    monkeypatch.setattr(functional.ops, "cuda_archs", "9.0")
+    monkeypatch.setattr(functional, "_why_not_gpu", lambda index: None)
+    with FakeTensorMode():
+        x, residual, weight = (torch.empty(*s, dtype=dtype, device="cuda") for s in ((4, 16), (4, 16), (16,)))
+        options = {"dropout_p": 0.1, "backend": "cuda"}
+        for norm, parameters in (
+            (functional.dropout_add_layer_norm, (weight, weight)),
+            (functional.dropout_add_rms_norm, (weight,)),
+        ):
+            out, total = norm(x, residual, *parameters, prenorm=True, residual_in_fp32=True, **options)
+            assert out.device == total.device == x.device and out.dtype == dtype and total.dtype == torch.float32
+        assert functional.activation_dropout(x, weight, "gelu", **options).device == x.device
+        with pytest.raises(RuntimeError, match="no CUDA kernel for torch.float64"):
+            functional.dropout(x.double(), 0.1, backend="cuda")
 
 
 # What nvcc makes of the kernels
