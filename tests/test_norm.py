@@ -80,6 +80,7 @@ def test_strided_input_of_several_dimensions(name):
     stock, twin = pair(name, (4, 5))
     x = torch.randn(5, 4, 3, dtype=torch.float64).permute(2, 1, 0)
     torch.testing.assert_close(twin(x), stock(x), **CLOSE)
+    torch.testing.assert_close(torch.vmap(twin)(x), stock(x), **CLOSE)  # through the reference
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -156,15 +157,18 @@ BAD = [  # id, call, exception, what the text says
     ("layer-int", lambda: ft.FusedLayerNorm(8)(torch.zeros(2, 8, dtype=torch.int64)), TypeError,
      "input must have a floating-point dtype, got torch.int64"),
     ("layer-list", lambda: ft.FusedLayerNorm(8)([1.0] * 8), TypeError, "input must be a torch.Tensor, got list"),
-    ("layer-none", lambda: ft.FusedLayerNorm(()), ValueError, "normalized_shape must hold sizes of at least 1, got ()"),
-    ("layer-zero", lambda: ft.FusedLayerNorm((3, 0)), ValueError, "sizes of at least 1, got (3, 0)"),
+    ("layer-none", lambda: ft.FusedLayerNorm(())(torch.zeros(2)), ValueError,
+     "normalized_shape must hold sizes of at least 1, got ()"),
+    ("layer-zero", lambda: ft.FusedLayerNorm((3, 0))(torch.zeros(3, 0)), ValueError,
+     "sizes of at least 1, got (3, 0)"),
     ("layer-eps", lambda: ft.FusedLayerNorm(8, eps=-1.0)(torch.zeros(2, 8)), ValueError,
      "eps must be a finite number >= 0, got -1.0"),
     ("rms-shape", lambda: ft.FusedRMSNorm(8)(torch.zeros(2, 7)), ValueError,
      "x must have a shape that ends in (8,), the normalized_shape, got (2, 7)"),
     ("rms-eps", lambda: ft.FusedRMSNorm(8, eps="x")(torch.zeros(2, 8)), ValueError,
      "eps must be None or a finite number >= 0, got 'x'"),
-    ("rms-none", lambda: ft.FusedRMSNorm(()), ValueError, "normalized_shape must hold sizes of at least 1, got ()"),
+    ("rms-none", lambda: ft.FusedRMSNorm(())(torch.zeros(2)), ValueError,
+     "normalized_shape must hold sizes of at least 1, got ()"),
     ("add-p", lambda: ft.DropoutAddLayerNorm(8, 1.0), ValueError, "p must be a number in [0, 1), got 1.0"),
     ("add-residual", lambda: ft.DropoutAddLayerNorm(8)(torch.zeros(2, 8), torch.zeros(3, 8)), ValueError,
      "residual must have the shape of x, (2, 8), got (3, 8)"),

@@ -13,6 +13,8 @@ def _as_rows(module: torch.nn.LayerNorm | torch.nn.RMSNorm, name: str, x: object
     """x with the normalised dimensions as one."""
     functional.check_tensor(name, x)
     shape = tuple(module.normalized_shape)
+    if not shape or 0 in shape:
+        raise ValueError(f"normalized_shape must hold sizes of at least 1, got {shape}")
     if x.dim() < len(shape) or x.shape[x.dim() - len(shape) :] != shape:
         raise ValueError(f"{name} must have a shape that ends in {shape}, the normalized_shape, got {tuple(x.shape)}")
     return x if len(shape) == 1 else x.reshape(*x.shape[: x.dim() - len(shape)], math.prod(shape))
@@ -22,9 +24,8 @@ def _flat(parameter: Tensor | None) -> Tensor | None:
     return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
 
 
-def _check_shape(module: torch.nn.LayerNorm | torch.nn.RMSNorm) -> None:
-    if not module.normalized_shape or not all(isinstance(n, int) and n >= 1 for n in module.normalized_shape):
-        raise ValueError(f"normalized_shape must hold sizes of at least 1, got {tuple(module.normalized_shape)}")
+def _shaped(out: Tensor, like: Tensor) -> Tensor:
+    return out if out.shape == like.shape else out.reshape(like.shape)
 
 
 class FusedLayerNorm(torch.nn.LayerNorm):
@@ -34,14 +35,10 @@ class FusedLayerNorm(torch.nn.LayerNorm):
         autocast too.
     """
 
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, **options)
-        _check_shape(self)
-
     def forward(self, input: Tensor) -> Tensor:
         rows = _as_rows(self, "input", input)
         out = functional.dropout_add_layer_norm(rows, None, _flat(self.weight), _flat(self.bias), eps=self.eps)
-        return out.view(input.shape)
+        return _shaped(out, input)
 
     __prepare_scriptable__ = scriptable
 
@@ -52,13 +49,9 @@ class FusedRMSNorm(torch.nn.RMSNorm):
     Args: as in torch.nn.RMSNorm; every size in normalized_shape is at least 1.
     """
 
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, **options)
-        _check_shape(self)
-
     def forward(self, x: Tensor) -> Tensor:
         out = functional.dropout_add_rms_norm(_as_rows(self, "x", x), None, _flat(self.weight), eps=self.eps)
-        return out.view(x.shape)
+        return _shaped(out, x)
 
     __prepare_scriptable__ = scriptable
 
@@ -94,7 +87,6 @@ class DropoutAddLayerNorm(torch.nn.LayerNorm):
         dtype=None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        _check_shape(self)
         self.p = functional.check_probability("p", p)
         self.prenorm, self.residual_in_fp32 = prenorm, residual_in_fp32
 
@@ -110,7 +102,7 @@ class DropoutAddLayerNorm(torch.nn.LayerNorm):
             prenorm=self.prenorm,
             residual_in_fp32=self.residual_in_fp32,
         )
-        return tuple(t.view(x.shape) for t in out) if self.prenorm else out.view(x.shape)
+        return tuple(_shaped(t, x) for t in out) if self.prenorm else _shaped(out, x)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, p={self.p}, prenorm={self.prenorm}, residual_in_fp32={self.residual_in_fp32}"
