@@ -13,7 +13,7 @@
 namespace ft {
 namespace cuda {
 
-constexpr int kThreads = 512;                       // of a block, at most: 128 registers each
+constexpr int kThreads = 512;                       // of a block, at most: 128 registers each, or 64 in the smallest forward
 constexpr int kWarp = 32, kWarpRows = 4;            // rows of a block where each has a warp
 constexpr int kForwardHeld = 4, kBackwardHeld = 2;  // chunks of a row that a thread holds in registers, at most
 
@@ -83,7 +83,8 @@ struct SumRow {
 };
 
 template <typename T, typename R, int kHeld, bool kAligned>
-__global__ void __launch_bounds__(kThreads) layer_norm_forward_kernel(const __grid_constant__ LayerNormForward a) {
+__global__ void __launch_bounds__(kThreads, kHeld == 1 ? 2 : 1)
+    layer_norm_forward_kernel(const __grid_constant__ LayerNormForward a) {
   const int n = static_cast<int>(a.n);
   const Dropper dropper(a.dropout);
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < a.rows;
