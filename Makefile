@@ -1,4 +1,5 @@
-# make setup · make demo · make test · make bench · make sanitize · make lint; each does everything it needs, on a fresh machine too.
+# make setup · make demo · make test · make bench · make sanitize · make lint · make cuda-check (wants nvcc)
+# Each does everything it needs, on a fresh machine too.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(CURDIR)/$(VENV)/bin
@@ -41,9 +42,21 @@ sanitize: $(SANITIZED)
 	$(CXX) $(SANITIZE) $(SANITIZED) -o build/sanitize/run
 	build/sanitize/run
 
+# The whole extension against a CUDA build of torch (5.5 GB, in a venv of its own), with nvcc and without a GPU.
+CUDA_TORCH ?= 2.14.1
+CUDA_VENV := .venv-cuda-$(CUDA_TORCH)
+
+$(CUDA_VENV)/.torch:
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/pip install --quiet torch==$(CUDA_TORCH) "setuptools>=77" wheel ninja pybind11
+	touch $@
+
+cuda-check: $(CUDA_VENV)/.torch
+	$(CUDA_VENV)/bin/python tests/cuda_check.py
+
 lint: $(VENV)/.installed
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
-	$(RUN)/clang-format --dry-run -Werror $(CPP) tests/*.cpp
+	$(RUN)/clang-format --dry-run -Werror $(CPP) tests/*.cpp tests/cuda_on_cpu/*
 
-.PHONY: setup demo test bench sanitize lint
+.PHONY: setup demo test bench sanitize cuda-check lint

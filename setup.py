@@ -24,34 +24,55 @@ NO_COMPILER = (
     "no C++ compiler found (looked for {}). Install one (Debian: `apt-get install g++`), name it in CXX, or build without "
     "kernels: `FAST_TRANSFORMER_SKIP_EXT=1 pip install .`"
 )
+NO_NVCC = (
+    "nvcc was not found and torch wants CUDA {0}. For the CUDA kernels install the CUDA {0} toolkit and put its bin folder on "
+    "the PATH; FORCE_CPU=1 builds without them"
+)
+WRONG_NVCC = (
+    "nvcc ({0}) has CUDA {1}, torch wants CUDA {2}. Put an nvcc of CUDA {2} first on the PATH, install a torch that is built "
+    "for CUDA {1}, or leave the CUDA kernels out with FORCE_CPU=1"
+)
 
 
 def flag(name: str) -> bool:
     return os.environ.get(name, "0") not in ("", "0")
 
 
-def decide_cuda(torch_cuda: str | None, nvcc: str | None, force_cpu: bool, force_cuda: bool) -> tuple[bool, str]:
-    """Whether to build the CUDA parts, and why; raises where FORCE_CUDA asks for what cannot be."""
+def decide_cuda(
+    torch_cuda: str | None, nvcc: str | None, nvcc_cuda: str | None, force_cpu: bool, force_cuda: bool
+) -> tuple[bool, str]:
+    """Whether to build the CUDA kernels, and why; raises where FORCE_CUDA or the nvcc at hand asks for what cannot be."""
     if force_cpu and force_cuda:
         raise SystemExit("FORCE_CPU=1 and FORCE_CUDA=1 contradict each other: set one")
     if force_cpu:
         return False, "FORCE_CPU=1"
     missing = None
     if torch_cuda is None:
-        missing = "this torch is a CPU build"
+        missing = "this torch is a CPU build: install a CUDA build of torch for the CUDA kernels"
     elif nvcc is None:
-        missing = f"nvcc was not found; torch wants CUDA {torch_cuda}"
+        missing = NO_NVCC.format(torch_cuda)
+    elif nvcc_cuda.split(".")[0] != torch_cuda.split(".")[0]:  # minor versions are compatible
+        raise SystemExit(WRONG_NVCC.format(nvcc, nvcc_cuda, torch_cuda))
     if force_cuda and missing:
         raise SystemExit(f"FORCE_CUDA=1, but {missing}")
     return missing is None, missing or f"torch has CUDA {torch_cuda} and nvcc is {nvcc}"
 
 
+def nvcc_version(nvcc: str) -> str:
+    """The CUDA version of an nvcc, "13.0"."""
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    release = re.search(r"release (\d+\.\d+)", said.stdout)
+    if release is None:
+        raise SystemExit(f"`{nvcc} --version` names no release ({said.stderr.strip()}); mend it, or build with FORCE_CPU=1")
+    return release[1]
+
+
 def cuda_archs(torch) -> str:
-    """TORCH_CUDA_ARCH_LIST if it is set, else the visible GPUs' architectures, else Ampere to Blackwell."""
+    """TORCH_CUDA_ARCH_LIST if it is set, else the visible GPUs' architectures, else Ampere to Blackwell and what follows."""
     if "TORCH_CUDA_ARCH_LIST" in os.environ:
         return os.environ["TORCH_CUDA_ARCH_LIST"]
     visible = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    return ";".join(f"{major}.{minor}" for major, minor in sorted(visible)) or "8.0;9.0;10.0;12.0"
+    return ";".join(f"{major}.{minor}" for major, minor in sorted(visible)) or "8.0;9.0;10.0;12.0+PTX"
 
 
 def cuda_home(nvcc: str) -> str:
@@ -74,11 +95,13 @@ def extension():
     if shutil.which(compiler.split()[0]) is None:
         raise SystemExit(NO_COMPILER.format(compiler))
     nvcc = shutil.which("nvcc") or (cpp_extension.CUDA_HOME and shutil.which("nvcc", path=f"{cpp_extension.CUDA_HOME}/bin"))
-    cuda, why = decide_cuda(torch.version.cuda, nvcc, flag("FORCE_CPU"), flag("FORCE_CUDA"))
+    nvcc_cuda = nvcc_version(nvcc) if nvcc and torch.version.cuda else None
+    cuda, why = decide_cuda(torch.version.cuda, nvcc, nvcc_cuda, flag("FORCE_CPU"), flag("FORCE_CUDA"))
     print(f"fast_transformer: building CPU{' and CUDA' if cuda else ''} kernels against torch {torch.__version__} ({why})")
 
     # -ffp-contract lets vector code use fused multiply-add; no -ffast-math: infinities and NaN keep their meaning.
-    flags = ["-O3", "-std=c++20", "-ffp-contract=fast", "-fno-math-errno", "-Wall"]
+    # -g0: with the debug information that Python asks for the module is ten times as large.
+    flags = ["-O3", "-g0", "-std=c++20", "-ffp-contract=fast", "-fno-math-errno", "-Wall"]
     # GCC 12 crashes in its own vectoriser on loops that are vectorised by hand, and warns about its own intrinsics.
     flags += ["-fno-tree-slp-vectorize", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
     openmp = [] if sys.platform == "darwin" else ["-fopenmp"]

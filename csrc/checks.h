@@ -7,8 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "cpu/kernels.h"
-#include "philox.h"
+#include "arguments.h"
 #include "signatures.h"
 
 namespace ft {
@@ -35,16 +34,19 @@ inline at::Tensor as_rows(const at::Tensor& t) {
   return n == 1 || rows.stride(1) == 1 ? rows : rows.contiguous();
 }
 
-// `t` as rows of the shape and dtype of `like`, which is already rows.
-inline at::Tensor as_rows_like(const at::Tensor& t, const at::Tensor& like) {
-  at::Tensor rows = as_rows(t);
-  TORCH_CHECK_VALUE(rows.sizes() == like.sizes() && rows.scalar_type() == like.scalar_type() && rows.device() == like.device(),
-                    "expected rows of shape ", like.sizes(), " and dtype ", like.scalar_type(), ", got ", rows.sizes(), " ",
+// `t`, if present, as rows of the shape of `like`, which is already rows, and of the dtype `type`.
+inline at::Tensor as_rows_like(const OptionalTensor& t, const at::Tensor& like, at::ScalarType type) {
+  if (!present(t)) return {};
+  at::Tensor rows = as_rows(*t);
+  TORCH_CHECK_VALUE(rows.sizes() == like.sizes() && rows.scalar_type() == type && rows.device() == like.device(),
+                    "expected rows of shape ", like.sizes(), " and dtype ", type, ", got ", rows.sizes(), " ",
                     rows.scalar_type());
   return rows;
 }
 
-inline ConstRows const_rows(const at::Tensor& rows) { return {rows.const_data_ptr(), rows.stride(0)}; }
+inline ConstRows const_rows(const at::Tensor& rows) {
+  return rows.defined() ? ConstRows{rows.const_data_ptr(), rows.stride(0)} : ConstRows{};
+}
 
 // A parameter (N,), contiguous, in the dtype of `rows` or in its compute type.
 inline at::Tensor as_parameter(const OptionalTensor& p, const at::Tensor& rows) {
@@ -58,13 +60,17 @@ inline Parameter parameter(const at::Tensor& p) {
   return p.defined() ? Parameter{p.const_data_ptr(), dtype_of(p)} : Parameter{};
 }
 
-// The seed is read here: on the CPU that waits for nothing.
-inline Dropout dropout_of(double p, const OptionalTensor& seed) {
+// On the CPU the seed is read here, which waits for nothing; on a GPU the kernel reads it.
+inline Dropout dropout_of(double p, const OptionalTensor& seed, at::Device device = at::kCPU) {
   TORCH_CHECK_VALUE(p >= 0.0 && p < 1.0, "dropout_p must be in [0, 1), got ", p);
   if (p == 0.0) return {};
   TORCH_CHECK_VALUE(present(seed) && seed->numel() == 1 && seed->scalar_type() == at::kLong,
                     "dropout needs a seed: an int64 tensor of one element");
-  return Dropout(p, static_cast<uint64_t>(seed->item<int64_t>()));
+  if (device.is_cpu()) return Dropout(p, static_cast<uint64_t>(seed->item<int64_t>()));
+  TORCH_CHECK_VALUE(seed->device() == device, "expected a seed on ", device, ", got one on ", seed->device());
+  Dropout dropout(p, 0);
+  dropout.seed_on_gpu = seed->const_data_ptr<int64_t>();
+  return dropout;
 }
 
 inline Activation activation_of(const std::string& name) {

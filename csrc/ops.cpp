@@ -25,12 +25,14 @@ TORCH_LIBRARY(fast_transformer, m) {
   m.def(
       "activation_dropout_backward(Tensor grad, Tensor? x, Tensor? bias, str activation, float dropout_p, Tensor? seed, "
       "bool bias_grad) -> (Tensor grad_x, Tensor grad_bias)");
+  // rms: RMSNorm, which subtracts no mean. residual_in_fp32: residual and sum are float32 (float64 for float64), out is like x.
   m.def(
       "dropout_add_layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, float dropout_p, "
-      "Tensor? seed, bool prenorm) -> (Tensor out, Tensor sum, Tensor stats)");
+      "Tensor? seed, bool rms, bool prenorm, bool residual_in_fp32) -> (Tensor out, Tensor sum, Tensor stats)");
+  // Without x, residual is the sum. grad_x is empty where it would equal grad_total, the residual's gradient.
   m.def(
-      "dropout_add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor x, Tensor? residual, bool x_is_sum, "
-      "Tensor? weight, Tensor stats, float eps, float dropout_p, Tensor? seed, bool parameter_grads) "
+      "dropout_add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor? x, Tensor? residual, Tensor? weight, "
+      "Tensor stats, float eps, float dropout_p, Tensor? seed, bool rms, bool weight_grad, bool bias_grad) "
       "-> (Tensor grad_total, Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
 }
 

@@ -42,6 +42,7 @@ FT_HOST_DEVICE inline void philox4x32(uint32_t c[4], uint32_t k0, uint32_t k1, i
 // How one call drops elements. threshold 0: it does not.
 struct Dropout {
   uint64_t seed = 0;
+  const int64_t* seed_on_gpu = nullptr;  // CUDA: where the seed lies, so that the host need not wait for it
   uint32_t threshold = 0;
   double scale = 1.0;
 
@@ -51,7 +52,7 @@ struct Dropout {
     threshold = keep < 1.0 ? 1 : static_cast<uint32_t>(keep);
     scale = 65536.0 / threshold;
   }
-  bool on() const { return threshold != 0; }
+  FT_HOST_DEVICE bool on() const { return threshold != 0; }
 };
 
 }  // namespace ft

@@ -28,10 +28,11 @@ using ActivationDropoutBackwardOp = std::tuple<at::Tensor, at::Tensor>(const at:
                                                                        const OptionalTensor&, bool);
 using DropoutAddLayerNormOp = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const OptionalTensor&,
                                                                              const OptionalTensor&, const OptionalTensor&,
-                                                                             double, double, const OptionalTensor&, bool);
+                                                                             double, double, const OptionalTensor&, bool, bool,
+                                                                             bool);
 using DropoutAddLayerNormBackwardOp = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
-    const at::Tensor&, const OptionalTensor&, const at::Tensor&, const OptionalTensor&, bool, const OptionalTensor&,
-    const at::Tensor&, double, double, const OptionalTensor&, bool);
+    const at::Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+    const at::Tensor&, double, double, const OptionalTensor&, bool, bool, bool);
 
 // The op `name` of this library.
 template <typename Signature>

@@ -3,6 +3,9 @@
 from . import functional, nn
 from .nn import (
     Dropout,
+    DropoutAddLayerNorm,
+    FusedLayerNorm,
+    FusedRMSNorm,
     MultiheadAttention,
     Transformer,
     TransformerDecoder,
@@ -14,6 +17,9 @@ from .nn import (
 __version__ = "0.1.0"
 __all__ = [
     "Dropout",
+    "DropoutAddLayerNorm",
+    "FusedLayerNorm",
+    "FusedRMSNorm",
     "MultiheadAttention",
     "Transformer",
     "TransformerDecoder",

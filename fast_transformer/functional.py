@@ -6,7 +6,7 @@ reason wins. `backend="..."` forces a path and raises its reason. `backends()` p
 
 import math
 import numbers
-from functools import cache
+import re
 
 import torch
 from torch import Tensor
@@ -42,14 +42,18 @@ def check_tensor(name: str, x: object, *, like: Tensor | None = None, nested: bo
 
 
 def _plain(*tensors: Tensor | None) -> bool:
-    """Whether these are dense CPU tensors of one floating-point dtype, or None, in a microsecond: small models live on it."""
-    dtype = tensors[0].dtype if type(tensors[0]) is Tensor else None
+    """Whether these are dense tensors of one floating-point dtype on one device, or None: in a microsecond on the CPU."""
+    first = tensors[0]
+    dtype = first.dtype if type(first) is Tensor else None
     if dtype not in _KERNEL_DTYPES:
         return False
+    cpu = first.is_cpu
     for x in tensors:
         if x is None:
             continue
-        if type(x) is not Tensor and type(x) is not Parameter or not x.is_cpu or x.dtype is not dtype:
+        if type(x) is not Tensor and type(x) is not Parameter or x.dtype is not dtype:
+            return False
+        if not (x.is_cpu if cpu else x.device == first.device):
             return False
         if x.is_nested or x.layout is not torch.strided:
             return False
@@ -74,6 +78,11 @@ def _check_number(name: str, value: object, expected: str, low: float, high: flo
         return float(value)
     except OverflowError:
         raise ValueError(f"{name} must be {expected}, got an integer past the range of float64") from None
+
+
+def _check_flag(name: str, value: object) -> None:
+    if value is not True and value is not False:
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_probability(name: str, p: float) -> float:
@@ -169,8 +178,8 @@ def _rows_fit(x, residual, weight, bias) -> bool:
     return all(v is None or v.shape == shape[-1:] for v in (weight, bias))
 
 
-def _check_rows(x, residual, weight, bias) -> tuple[Tensor, Tensor | None]:
-    """x and residual in their common dtype."""
+def _check_rows(x, residual, weight, bias, residual_in_fp32) -> tuple[Tensor, Tensor | None]:
+    """x and residual in their common dtype; with `residual_in_fp32` residual in float32 (beside float64: float64)."""
     check_tensor("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x must have a last dimension of size >= 1 to normalise, got shape {tuple(x.shape)}")
@@ -178,7 +187,9 @@ def _check_rows(x, residual, weight, bias) -> tuple[Tensor, Tensor | None]:
         check_tensor("residual", residual, like=x)
         if residual.shape != x.shape:
             raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")
-        if residual.dtype != x.dtype:
+        if residual_in_fp32:
+            residual = residual.to(reference.wide_dtype(x.dtype))
+        elif residual.dtype != x.dtype:
             dtype = torch.promote_types(x.dtype, residual.dtype)
             x, residual = x.to(dtype), residual.to(dtype)
     _check_vector("weight", weight, x.shape[-1], like=x)
@@ -243,7 +254,7 @@ def _why_not_triton(query: Tensor, value: Tensor, *others: Tensor | None) -> str
         return ops.triton_missing
     if not query.is_cuda and not ops.triton_interpreted():
         return f"the tensors are on {query.device}"
-    if query.is_cuda and (reason := _too_old(query.device)) is not None:
+    if query.is_cuda and (reason := _too_old(query.device.index)) is not None:
         return reason
     if query.dtype not in _TRITON_DTYPES:
         return f"no kernel for {query.dtype}"
@@ -252,13 +263,54 @@ def _why_not_triton(query: Tensor, value: Tensor, *others: Tensor | None) -> str
     return _transform_active(query, value, *others)
 
 
-@cache
-def _too_old(device: torch.device) -> str | None:
-    """Why this GPU cannot run Triton's kernels."""
+def _too_old(index: int) -> str | None:
+    """Why a GPU cannot run Triton's kernels."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
-    capability = torch.cuda.get_device_capability(device)
-    return None if capability >= (8, 0) else f"compute capability {capability[0]}.{capability[1]}; Triton needs 8.0 or newer"
+    major, minor = torch.cuda.get_device_capability(index)
+    return None if major >= 8 else f"a GPU of compute capability {major}.{minor}; Triton needs 8.0 or newer"
+
+
+def _why_no_cuda_kernels() -> str | None:
+    if ops.missing is not None or ops.cuda_archs is not None:
+        return ops.missing
+    return f"the compiled module has no CUDA kernels; with a CUDA build of torch and nvcc, `{ops.BUILD_COMMAND}` builds them"
+
+
+def _why_not_cuda(x: Tensor, *others: Tensor | None) -> str | None:
+    if x.device.type != "cuda":
+        return f"the tensors are on {x.device}"
+    if (reason := _why_no_cuda_kernels()) is not None:
+        return reason
+    if x.dtype not in _KERNEL_DTYPES or x.dtype == torch.float64:
+        return f"no CUDA kernel for {x.dtype}"
+    if x.shape[-1] > 2**30:
+        return f"no CUDA kernel for rows of more than 2**30 elements, got {x.shape[-1]}"
+    return _why_not_gpu(x.device.index) or _transform_active(x, *others)
+
+
+def _why_not_gpu(index: int) -> str | None:
+    """Why a GPU cannot run the CUDA kernels. Code for one minor version runs on later ones, PTX on everything later."""
+    if index not in _gpu_reasons:
+        gpu = major, minor = torch.cuda.get_device_capability(index)
+        built = [((int(a), int(b)), ptx) for a, b, ptx in re.findall(r"(\d+)\.(\d+)[af]?(\+PTX)?", ops.cuda_archs)]
+        runs = not built or any(arch <= gpu and (ptx or arch[0] == major) for arch, ptx in built)
+        build = f"`TORCH_CUDA_ARCH_LIST={major}.{minor} {ops.BUILD_COMMAND}` builds them for it"
+        reason = f"the CUDA kernels are built for {ops.cuda_archs}, this GPU is a {major}.{minor}; {build}"
+        _gpu_reasons[index] = None if runs else reason
+    return _gpu_reasons[index]
+
+
+_gpu_reasons: dict[int, str | None] = {}
+_why_not_gpu._dynamo_marked_constant = _too_old._dynamo_marked_constant = (
+    True  # asked while torch.compile traces, as _forward_mode is
+)
+
+
+def _kernel_takes(backend: str | None, *tensors: Tensor | None) -> bool:
+    """Whether the compiled op, on its CPU or CUDA kernels, takes this call; else the reference does."""
+    _check_backend(backend, "cpu", "cuda", "reference")
+    return _use("cpu", backend, _why_not_cpu(*tensors)) or _use("cuda", backend, _why_not_cuda(*tensors))
 
 
 def _draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
@@ -269,16 +321,20 @@ def _draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
 def backends() -> None:
     """Prints, op by op, the backends in the order in which they are tried, and why one is not active."""
     kernels = "for CPU tensors" if ops.missing is None else f"not active: {ops.missing}"
+    without_cuda = _why_no_cuda_kernels()
+    cuda = "for CUDA tensors" if without_cuda is None else f"not active: {without_cuda}"
     if ops.triton_missing is not None:
         triton = f"not active: {ops.triton_missing}"
     elif not torch.cuda.is_available():
         triton = "not active: torch sees no GPU"
     else:
-        triton = _too_old(torch.device("cuda", torch.cuda.current_device())) or "for CUDA and ROCm tensors, head_dim up to 256"
+        triton = _too_old(torch.cuda.current_device()) or "for CUDA and ROCm tensors, head_dim up to 256"
     fallback = "for everything else: other devices and dtypes, torch.func transforms, forward-mode AD"
-    for op in ("attention", "dropout_add_layer_norm", "activation_dropout, dropout"):
+    for op in ("attention", "dropout_add_layer_norm, dropout_add_rms_norm", "activation_dropout, dropout"):
         print(op)
         print(f"  cpu        {kernels}")
+        if op != "attention":
+            print(f"  cuda       {cuda}")
         if op == "attention":
             print(f"  triton     {triton}")
         print(f"  reference  {fallback}")
@@ -390,6 +446,7 @@ def dropout_add_layer_norm(
     eps: float = 1e-5,
     dropout_p: float = 0.0,
     prenorm: bool = False,
+    residual_in_fp32: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LayerNorm(residual + dropout(x)) over the last dimension, in one pass (Ba et al. 2016; Srivastava et al. 2014).
@@ -404,7 +461,9 @@ def dropout_add_layer_norm(
         eps: added to the variance, >= 0.
         dropout_p: probability, in [0, 1), with which an element of x is dropped; quantised to 1/65536.
         prenorm: also return the sum, as a pre-norm block carries it on.
-        backend: None chooses; "cpu" or "reference" insists.
+        residual_in_fp32: residual and the returned sum are float32 (float64 for float64) whatever the dtype of x, which is the
+            result's: the residual stream of a deep model in half precision keeps its small terms.
+        backend: None chooses; "cpu", "cuda" or "reference" insists.
 
     Returns:
         (..., N) in x's (promoted) dtype; with `prenorm` the tuple (that, residual + dropout(x)).
@@ -412,17 +471,50 @@ def dropout_add_layer_norm(
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
     """
-    if not _rows_fit(x, residual, weight, bias):
-        x, residual = _check_rows(x, residual, weight, bias)
+    if residual_in_fp32 or not _rows_fit(x, residual, weight, bias):
+        x, residual = _check_rows(x, residual, weight, bias, residual_in_fp32)
     eps = _check_number("eps", eps, "a finite number >= 0", 0, math.inf)
     dropout_p = check_probability("dropout_p", dropout_p)
-    _check_backend(backend, "cpu", "reference")
+    _check_flag("prenorm", prenorm)
+    _check_flag("residual_in_fp32", residual_in_fp32)
+    op = ops.dropout_add_layer_norm if _kernel_takes(backend, x, residual, weight, bias) else reference.dropout_add_layer_norm
     seed = _draw_seed(dropout_p, x.device)
-    if _use("cpu", backend, _why_not_cpu(x, residual, weight, bias)):
-        op = ops.dropout_add_layer_norm
+    flags = {"prenorm": prenorm, "residual_in_fp32": residual_in_fp32}
+    return op(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, seed=seed, **flags)
+
+
+def dropout_add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    *,
+    eps: float | None = None,
+    dropout_p: float = 0.0,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RMSNorm(residual + dropout(x)) over the last dimension, in one pass (Zhang and Sennrich 2019).
+
+    Args:
+        eps: added to the mean square, >= 0; None, as in torch.nn.RMSNorm: the machine epsilon of float32 (for float64 its own).
+        x, residual, weight, dropout_p, prenorm, residual_in_fp32, backend: as in `dropout_add_layer_norm`.
+
+    Returns, raises: as `dropout_add_layer_norm`.
+    """
+    if residual_in_fp32 or not _rows_fit(x, residual, weight, None):
+        x, residual = _check_rows(x, residual, weight, None, residual_in_fp32)
+    if eps is None:
+        eps = torch.finfo(reference.wide_dtype(x.dtype)).eps
     else:
-        op = reference.dropout_add_layer_norm
-    return op(x, residual, weight, bias, eps=eps, dropout_p=dropout_p, seed=seed, prenorm=prenorm)
+        eps = _check_number("eps", eps, "None or a finite number >= 0", 0, math.inf)
+    dropout_p = check_probability("dropout_p", dropout_p)
+    _check_flag("prenorm", prenorm)
+    _check_flag("residual_in_fp32", residual_in_fp32)
+    op = ops.dropout_add_rms_norm if _kernel_takes(backend, x, residual, weight) else reference.dropout_add_rms_norm
+    seed = _draw_seed(dropout_p, x.device)
+    flags = {"prenorm": prenorm, "residual_in_fp32": residual_in_fp32}
+    return op(x, residual, weight, eps=eps, dropout_p=dropout_p, seed=seed, **flags)
 
 
 def activation_dropout(
@@ -440,7 +532,7 @@ def activation_dropout(
         bias: (N,) or None.
         activation: "relu", "gelu" (erf), "gelu_tanh", "silu" or "none".
         dropout_p: probability, in [0, 1), with which an element is dropped; quantised to 1/65536.
-        backend: None chooses; "cpu" or "reference" insists.
+        backend: None chooses; "cpu", "cuda" or "reference" insists.
 
     Returns:
         A tensor like x.
@@ -457,13 +549,8 @@ def activation_dropout(
     if not isinstance(activation, str) or activation not in reference.ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(map(repr, reference.ACTIVATIONS))}, got {activation!r}")
     dropout_p = check_probability("dropout_p", dropout_p)
-    _check_backend(backend, "cpu", "reference")
-    seed = _draw_seed(dropout_p, x.device)
-    if _use("cpu", backend, _why_not_cpu(x, bias)):
-        op = ops.activation_dropout
-    else:
-        op = reference.activation_dropout
-    return op(x, bias, activation, dropout_p=dropout_p, seed=seed)
+    op = ops.activation_dropout if _kernel_takes(backend, x, bias) else reference.activation_dropout
+    return op(x, bias, activation, dropout_p=dropout_p, seed=_draw_seed(dropout_p, x.device))
 
 
 def dropout(x: Tensor, dropout_p: float, *, backend: str | None = None) -> Tensor:
@@ -472,7 +559,7 @@ def dropout(x: Tensor, dropout_p: float, *, backend: str | None = None) -> Tenso
     Args:
         x: any shape.
         dropout_p: in [0, 1); quantised to 1/65536.
-        backend: None chooses; "cpu" or "reference" insists.
+        backend: None chooses; "cpu", "cuda" or "reference" insists.
 
     Returns:
         A tensor like x.

@@ -23,9 +23,13 @@ ACTIVATIONS = {
 }
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that arithmetic is done in: float64 stays, everything else becomes float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def wide(x: Tensor) -> Tensor:
-    """x in the type that arithmetic is done in: float64 stays, everything else becomes float32."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(wide_dtype(x.dtype))
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -77,30 +81,46 @@ def activation_dropout(x: Tensor, bias: Tensor | None, activation: str, *, dropo
     return y.to(x.dtype)
 
 
-def dropout_add_layer_norm(
+def _dropout_add_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     *,
+    rms: bool,
     eps: float,
     dropout_p: float,
     seed: Tensor | None,
     prenorm: bool,
+    residual_in_fp32: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """LayerNorm(residual + dropout(x)) over the last dimension, x (..., N); with `prenorm` also the sum itself."""
     total = dropout(wide(x), dropout_p=dropout_p, seed=seed)
+    stream = total.dtype if residual_in_fp32 else x.dtype
     if residual is not None:
         total = total + wide(residual)
     if prenorm:
-        total = wide(total.to(x.dtype))  # what is normalised is the sum as returned
-    centred = total - total.mean(-1, keepdim=True)
-    out = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+        total = wide(total.to(stream))  # what is normalised is the sum as returned
+    out = total if rms else total - total.mean(-1, keepdim=True)
+    out = out * (out.square().mean(-1, keepdim=True) + eps).rsqrt()
     if weight is not None:
         out = out * wide(weight)
     if bias is not None:
         out = out + wide(bias)
-    return (out.to(x.dtype), total.to(x.dtype)) if prenorm else out.to(x.dtype)
+    return (out.to(x.dtype), total.to(stream)) if prenorm else out.to(x.dtype)
+
+
+def dropout_add_layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, **options
+) -> Tensor | tuple[Tensor, Tensor]:
+    """LayerNorm(residual + dropout(x)) over the last dimension, x (..., N); with `prenorm` also the sum itself."""
+    return _dropout_add_norm(x, residual, weight, bias, rms=False, **options)
+
+
+def dropout_add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, **options
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same for RMSNorm, which subtracts no mean and adds no bias."""
+    return _dropout_add_norm(x, residual, weight, None, rms=True, **options)
 
 
 def visible_keys(

@@ -20,27 +20,41 @@ struct Bytes : std::vector<char> {
   }
 };
 
-// options: 1 float32 parameters; 2 a residual, a sum and a gradient of it; both: backward gets the sum instead of x.
+// options: 1 float32 parameters; 2 a residual, a sum and a gradient of it; both: backward gets the sum instead of x; 4 float32
+// residual, sum and gradient of it; 8 RMSNorm.
 void run(const Kernels& kernels, int dtype, int64_t rows, int64_t n, const Dropout& dropout, int options) {
   const int64_t size = dtype == static_cast<int>(DType::f64) ? 8 : dtype == static_cast<int>(DType::f32) ? 4 : 2;
-  const int64_t wide = size == 8 ? 8 : 4, total = rows * n * size;
-  const bool float_parameters = options & 1 && size != 8, residual = options & 2;
+  const int64_t wide = size == 8 ? 8 : 4, total = rows * n * size, stream = rows * n * (options & 4 ? wide : size);
+  const bool float_parameters = options & 1 && size != 8, residual = options & 2, x_is_sum = (options & 3) == 3,
+             rms = options & 8;
   const RowBlocks blocks(rows);
-  Bytes x(total), second(total), out(total), sum(total), stats(rows * 2 * wide), grad(total), grad_x(total);
-  Bytes weight(n * (float_parameters ? 4 : size)), partials(blocks.count * 2 * n * wide), sums(2 * n * wide);
+  Bytes x(total), second(stream), out(total), sum(stream), stats(rows * 2 * wide), grad(total), grad_total(stream),
+      grad_x(total);
+  Bytes weight(n * (float_parameters ? 4 : size)), partials(blocks.count * n * wide), sums(n * wide);
   const Parameter parameter = {weight.data(), float_parameters ? DType::f32 : static_cast<DType>(dtype)};
   const ConstRows x_rows = {x.data(), n}, second_rows = {residual ? second.data() : nullptr, n}, grad_rows = {grad.data(), n};
 
   LayerNormForward forward = {x_rows,       second_rows, parameter, parameter, out.data(), residual ? sum.data() : nullptr,
-                              stats.data(), n,           1e-5,      dropout};
-  kernels.layer_norm_forward[dtype](forward, 0, rows);
+                              stats.data(), rows,        n,         1e-5,      rms,        dropout};
+  kernels.layer_norm_forward[(options & 4) != 0][dtype](forward, 0, rows);
 
-  const bool x_is_sum = options == 3;
-  LayerNormBackward backward = {grad_rows, second_rows,  x_rows,     x_is_sum ? ConstRows() : second_rows,   x_is_sum,
-                                parameter, stats.data(), out.data(), dropout.on() ? grad_x.data() : nullptr, partials.data(),
-                                n,         dropout};
-  for (int64_t block = 0; block < blocks.count; ++block) kernels.layer_norm_backward[dtype](backward, blocks, block);
-  kernels.sum_blocks[dtype](partials.data(), sums.data(), blocks.count, 2 * n);
+  LayerNormBackward backward = {grad_rows,
+                                second_rows,
+                                x_is_sum ? ConstRows() : x_rows,
+                                second_rows,
+                                parameter,
+                                stats.data(),
+                                grad_total.data(),
+                                grad_x.data(),
+                                partials.data(),
+                                partials.data(),
+                                rows,
+                                n,
+                                rms,
+                                dropout};
+  for (int64_t block = 0; block < blocks.count; ++block)
+    kernels.layer_norm_backward[(options & 4) != 0][dtype](backward, blocks, block);
+  kernels.sum_blocks[dtype](partials.data(), sums.data(), blocks.count, n);
 
   for (Activation kind : {Activation::none, Activation::relu, Activation::gelu, Activation::gelu_tanh, Activation::silu}) {
     ActivationArgs args = {x_rows, grad_rows, residual ? parameter : Parameter(), out.data(), partials.data(), rows, n,
@@ -167,7 +181,7 @@ int main() {
     for (int dtype = 0; dtype < kDTypes; ++dtype)
       for (int64_t n : {1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 129, 1000, 1024, 1025, 4095, 4097, 5000})
         for (int64_t rows : {1, 2, 17})
-          for (int options = 0; options < 4; ++options)
+          for (int options = 0; options < 16; ++options)
             for (const Dropout& dropout : {Dropout(), Dropout(0.3, 7)}) {
               run(*kernels, dtype, rows, n, dropout, options);
               ++runs;

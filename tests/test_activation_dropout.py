@@ -236,7 +236,7 @@ def test_ops_refuse_two_devices():
     with pytest.raises(ValueError, match="one device, got cpu, meta"):
         op.activation_dropout(x, elsewhere, "relu", 0.0, None)
     with pytest.raises(ValueError, match="one device, got cpu, meta"):
-        op.dropout_add_layer_norm(x, None, elsewhere, None, 1e-5, 0.0, None, False)
+        op.dropout_add_layer_norm(x, None, elsewhere, None, 1e-5, 0.0, None, False, False, False)
 
 
 def test_numpy_numbers_are_numbers():

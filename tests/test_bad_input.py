@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from fast_transformer import functional
-from fast_transformer.functional import activation_dropout, attention, dropout, dropout_add_layer_norm
+from fast_transformer.functional import (
+    activation_dropout,
+    attention,
+    dropout,
+    dropout_add_layer_norm,
+    dropout_add_rms_norm,
+)
 
 META = torch.device("meta")
 
@@ -29,6 +35,10 @@ def attend(query=None, key=None, value=None, **options):
 def norm(x=None, residual=None, weight=None, bias=None, **options):
     """A call in which everything that is not given is right: x (2, 3, 8)."""
     return dropout_add_layer_norm(torch.zeros(2, 3, 8) if x is None else x, residual, weight, bias, **options)
+
+
+def rms_norm(x=None, residual=None, weight=None, **options):
+    return dropout_add_rms_norm(torch.zeros(2, 3, 8) if x is None else x, residual, weight, **options)
 
 
 def activate(x=None, bias=None, activation="relu", **options):
@@ -236,6 +246,19 @@ BAD_CALLS = [  # id, call, exception, what the text says (.* stands for anything
     ("eps-huge", lambda: norm(eps=10**400), ValueError, "eps must be a finite number >= 0, got an integer past"),
     ("eps-None", lambda: norm(eps=None), ValueError, "eps must be a finite number >= 0, got None"),
     ("eps-str", lambda: norm(eps="1e-5"), ValueError, "eps must be a finite number >= 0, got '1e-5'"),
+    ("norm-prenorm", lambda: norm(prenorm=1), TypeError, "prenorm must be True or False, got 1"),
+    ("norm-in_fp32", lambda: norm(residual_in_fp32=None), TypeError, "residual_in_fp32 must be True or False, got None"),
+    ("in_fp32-residual-shape", lambda: norm(residual=torch.zeros(2, 3, 7), residual_in_fp32=True), ValueError,
+     "residual must have the shape of x, (2, 3, 8), got (2, 3, 7)"),
+    ("rms-x-None", lambda: dropout_add_rms_norm(None, None, None), TypeError, "x must be a torch.Tensor, got NoneType"),
+    ("rms-x-empty-rows", lambda: rms_norm(torch.zeros(2, 0)), ValueError, "size >= 1 to normalise, got shape (2, 0)"),
+    ("rms-residual-shape", lambda: rms_norm(residual=torch.zeros(3, 8)), ValueError,
+     "residual must have the shape of x, (2, 3, 8), got (3, 8)"),
+    ("rms-weight-shape", lambda: rms_norm(weight=torch.ones(7)), ValueError,
+     "weight must have shape (8,), the last size of x, got (7,)"),
+    ("rms-eps", lambda: rms_norm(eps=-1.0), ValueError, "eps must be None or a finite number >= 0, got -1.0"),
+    ("rms-backend-unknown", lambda: rms_norm(backend="triton"), ValueError,
+     "backend must be None or one of 'cpu', 'cuda', 'reference', got 'triton'"),
     ("norm-backend-unknown", lambda: norm(backend="triton"), ValueError, "backend must be None or one of .*, got 'triton'"),
     # activation_dropout, dropout
     ("activation-x-None", lambda: activation_dropout(None, None, "relu"), TypeError, "x must be a torch.Tensor, got NoneType"),
@@ -283,7 +306,7 @@ def test_error_says_what_is_wrong(call, exception, text):
 
 
 def test_the_calls_are_right_but_for_what_they_show():
-    for call in (attend, norm, activate):
+    for call in (attend, norm, rms_norm, activate):
         call()
     in_autocast(attend)
     dropout(torch.ones(8), 0.1)
@@ -292,6 +315,7 @@ def test_the_calls_are_right_but_for_what_they_show():
 TAKE_DROPOUT = {
     "attention": lambda p: attend(dropout_p=p),
     "dropout_add_layer_norm": lambda p: norm(dropout_p=p),
+    "dropout_add_rms_norm": lambda p: rms_norm(dropout_p=p),
     "activation_dropout": lambda p: activate(dropout_p=p),
     "activation_dropout-0-dim": lambda p: activate(torch.tensor(1.0), dropout_p=p),
     "dropout": lambda p: dropout(torch.ones(8), p),
@@ -329,6 +353,10 @@ CANNOT = [  # id, call, backend.*reason
     ("norm-float8", lambda: norm(x.to(torch.float8_e4m3fn), backend="cpu"), "'cpu'.*no kernel for torch.float8_e4m3fn"),
     ("activation-meta", lambda: activate(torch.zeros(2, 8, device=META), backend="cpu"), "'cpu'.*the tensors are on meta"),
     ("dropout-meta", lambda: dropout(torch.zeros(2, 8, device=META), 0.1, backend="cpu"), "'cpu'.*the tensors are on meta"),
+    ("rms-meta", lambda: rms_norm(torch.zeros(2, 8, device=META), backend="cpu"), "'cpu'.*the tensors are on meta"),
+    ("norm-cuda", lambda: norm(backend="cuda"), "'cuda'.*the tensors are on cpu"),
+    ("rms-cuda", lambda: rms_norm(backend="cuda"), "'cuda'.*the tensors are on cpu"),
+    ("activation-cuda", lambda: activate(backend="cuda"), "'cuda'.*the tensors are on cpu"),
     ("norm-vmap", lambda: torch.vmap(lambda t: norm(t, backend="cpu"))(x), "'cpu'.*inside a torch.func transform"),
     ("activation-vmap", lambda: torch.vmap(lambda t: activate(t, backend="cpu"))(x), "'cpu'.*inside a torch.func transform"),
 ]
@@ -350,7 +378,9 @@ def test_forced_backend_follows_dual_numbers_nowhere():
 
 
 @pytest.mark.parametrize(
-    "call", [attend, norm, activate, lambda **o: dropout(x, 0.1, **o)], ids=["attention", "norm", "activation", "dropout"]
+    "call",
+    [attend, norm, rms_norm, activate, lambda **o: dropout(x, 0.1, **o)],
+    ids=["attention", "norm", "rms_norm", "activation", "dropout"],
 )
 def test_without_the_compiled_module(call, monkeypatch):
     """Everything works, and who insists is told how to build it."""
@@ -359,3 +389,41 @@ def test_without_the_compiled_module(call, monkeypatch):
     call()
     with pytest.raises(RuntimeError, match=says(f"backend='cpu' cannot take this call: {reason}")):
         call(backend="cpu")
+
+
+class OnGpu:
+    """What `functional` asks of a tensor on a GPU, where there is none."""
+
+    device, dtype, shape = torch.device("cuda", 0), torch.float32, (4, 8)
+
+
+@pytest.mark.parametrize(
+    "archs, gpu, reason",
+    [
+        (None, (9, 0), "the compiled module has no CUDA kernels; with a CUDA build of torch and nvcc"),
+        ("8.0;9.0", (9, 0), None),
+        ("8.0;9.0", (8, 9), None),
+        ("8.0;9.0", (7, 5), "the CUDA kernels are built for 8.0;9.0, this GPU is a 7.5; `TORCH_CUDA_ARCH_LIST=7.5 pip install"),
+        ("8.0;9.0", (10, 0), "this GPU is a 10.0"),
+        ("8.0 9.0+PTX", (12, 0), None),
+        ("9.0a", (9, 0), None),
+        ("Hopper", (9, 0), None),  # a name: nothing known, so the driver decides
+    ],
+)
+def test_gpus_that_the_kernels_were_not_built_for(archs, gpu, reason, monkeypatch):
+    monkeypatch.setattr(functional.ops, "missing", None)
+    monkeypatch.setattr(functional.ops, "cuda_archs", archs)
+    monkeypatch.setattr(functional, "_gpu_reasons", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpu)
+    got = functional._why_not_cuda(OnGpu)
+    assert got is None if reason is None else reason in got
+
+
+def test_what_no_cuda_kernel_takes(monkeypatch):
+    monkeypatch.setattr(functional.ops, "missing", None)
+    monkeypatch.setattr(functional.ops, "cuda_archs", "9.0")
+    monkeypatch.setattr(OnGpu, "dtype", torch.float64)
+    assert functional._why_not_cuda(OnGpu) == "no CUDA kernel for torch.float64"
+    monkeypatch.setattr(OnGpu, "dtype", torch.float16)
+    monkeypatch.setattr(OnGpu, "shape", (1, 2**30 + 1))
+    assert "rows of more than 2**30 elements" in functional._why_not_cuda(OnGpu)

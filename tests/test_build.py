@@ -24,28 +24,46 @@ def load_setup():
 
 
 @pytest.mark.parametrize(
-    ("torch_cuda", "nvcc", "force_cpu", "force_cuda", "decision", "why"),
+    ("torch_cuda", "nvcc", "nvcc_cuda", "force_cpu", "force_cuda", "decision", "why"),
     [
-        (None, None, False, False, False, "CPU build"),
-        (None, "/bin/nvcc", False, False, False, "CPU build"),
-        ("13.0", None, False, False, False, "nvcc was not found"),
-        ("13.0", "/bin/nvcc", False, False, True, "torch has CUDA 13.0"),
-        ("13.0", "/bin/nvcc", True, False, False, "FORCE_CPU"),
-        ("13.0", "/bin/nvcc", False, True, True, "torch has CUDA 13.0"),
+        (None, None, None, False, False, False, "CPU build"),
+        (None, "/bin/nvcc", None, False, False, False, "CPU build"),
+        ("13.0", None, None, False, False, False, "nvcc was not found and torch wants CUDA 13.0"),
+        ("13.0", "/bin/nvcc", "13.0", False, False, True, "torch has CUDA 13.0"),
+        ("13.0", "/bin/nvcc", "13.2", False, False, True, "torch has CUDA 13.0"),
+        ("13.0", "/bin/nvcc", "12.8", True, False, False, "FORCE_CPU"),
+        ("13.0", "/bin/nvcc", "13.0", False, True, True, "torch has CUDA 13.0"),
     ],
 )
-def test_cuda_is_decided_with_a_reason(torch_cuda, nvcc, force_cpu, force_cuda, decision, why):
-    got, reason = load_setup().decide_cuda(torch_cuda, nvcc, force_cpu, force_cuda)
+def test_cuda_is_decided_with_a_reason(torch_cuda, nvcc, nvcc_cuda, force_cpu, force_cuda, decision, why):
+    got, reason = load_setup().decide_cuda(torch_cuda, nvcc, nvcc_cuda, force_cpu, force_cuda)
     assert got == decision and why in reason
 
 
 @pytest.mark.parametrize(
-    ("torch_cuda", "nvcc", "force_cpu", "why"),
-    [(None, "/bin/nvcc", False, "CPU build"), ("13.0", None, False, "nvcc"), ("13.0", "/bin/nvcc", True, "contradict")],
+    ("torch_cuda", "nvcc", "nvcc_cuda", "force_cpu", "why"),
+    [
+        (None, "/bin/nvcc", None, False, "FORCE_CUDA=1, but this torch is a CPU build"),
+        ("13.0", None, None, False, "FORCE_CUDA=1, but nvcc was not found"),
+        ("13.0", "/bin/nvcc", "13.0", True, "contradict"),
+        ("12.8", "/bin/nvcc", "13.0", False, r"nvcc \(/bin/nvcc\) has CUDA 13.0, torch wants CUDA 12.8"),
+    ],
 )
-def test_force_cuda_where_it_cannot_be(torch_cuda, nvcc, force_cpu, why):
+def test_cuda_that_cannot_be(torch_cuda, nvcc, nvcc_cuda, force_cpu, why):
     with pytest.raises(SystemExit, match=why):
-        load_setup().decide_cuda(torch_cuda, nvcc, force_cpu, True)
+        load_setup().decide_cuda(torch_cuda, nvcc, nvcc_cuda, force_cpu, True)
+
+
+def test_nvcc_says_its_version(tmp_path):
+    nvcc = tmp_path / "nvcc"
+    for text, version in (("Cuda compilation tools, release 12.8, V12.8.93", "12.8"), ("broken", None)):
+        nvcc.write_text(f"#!/bin/sh\necho '{text}'\n")
+        nvcc.chmod(0o755)
+        if version is not None:
+            assert load_setup().nvcc_version(str(nvcc)) == version
+        else:
+            with pytest.raises(SystemExit, match="names no release"):
+                load_setup().nvcc_version(str(nvcc))
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:

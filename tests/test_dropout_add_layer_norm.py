@@ -273,16 +273,20 @@ def test_opcheck(prenorm):
     x, residual = torch.randn(3, 4, 8, requires_grad=True), torch.randn(3, 4, 8, requires_grad=True)
     weight, bias, seed = torch.rand(8, requires_grad=True), torch.rand(8), torch.tensor(5)
     op = torch.ops.fast_transformer.dropout_add_layer_norm.default
-    torch.library.opcheck(op, (x, residual, weight, bias, 1e-5, 0.1, seed, prenorm))
-    torch.library.opcheck(op, (x.detach(), None, None, None, 1e-5, 0.0, None, prenorm))
+    torch.library.opcheck(op, (x, residual, weight, bias, 1e-5, 0.1, seed, False, prenorm, False))
+    torch.library.opcheck(op, (x.detach(), None, None, None, 1e-5, 0.0, None, True, prenorm, False))
+    half = [x.detach().bfloat16().requires_grad_(), residual, weight, None]
+    torch.library.opcheck(op, (*half, 1e-5, 0.1, seed, True, prenorm, True), rtol=1e-2, atol=1e-2)
 
 
 def test_opcheck_of_backward():
     x, residual, weight, grad = torch.randn(6, 8), torch.randn(6, 8), torch.rand(8), torch.randn(6, 8)
-    _, _, stats = torch.ops.fast_transformer.dropout_add_layer_norm.default(x, residual, weight, None, 1e-5, 0.0, None, False)
+    forward = torch.ops.fast_transformer.dropout_add_layer_norm.default
+    _, _, stats = forward(x, residual, weight, None, 1e-5, 0.0, None, False, False, False)
     op = torch.ops.fast_transformer.dropout_add_layer_norm_backward.default
     for p, seed in ((0.0, None), (0.1, torch.tensor(5))):
-        torch.library.opcheck(op, (grad, None, x, residual, False, weight, stats, 1e-5, p, seed, True))
+        torch.library.opcheck(op, (grad, None, x, residual, weight, stats, 1e-5, p, seed, False, True, True))
+        torch.library.opcheck(op, (grad.bfloat16(), x, None, residual, weight, stats, 1e-5, p, seed, True, True, False))
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
@@ -321,7 +325,9 @@ def test_reference_is_the_definition():
     for prenorm in (False, True):
 
         def op(*args, prenorm=prenorm):
-            return reference.dropout_add_layer_norm(*args, eps=1e-5, dropout_p=0.0, seed=None, prenorm=prenorm)
+            return reference.dropout_add_layer_norm(
+                *args, eps=1e-5, dropout_p=0.0, seed=None, prenorm=prenorm, residual_in_fp32=False
+            )
 
         def plain(*args, prenorm=prenorm):
             return composed(*args, prenorm=prenorm)

@@ -169,12 +169,12 @@ def test_construction_equals_torch_nn(option):
 
 
 @pytest.mark.parametrize("method", ["__init__", "forward"])
-@pytest.mark.parametrize("name", ft.nn.__all__)
+@pytest.mark.parametrize("name", [n for n in ft.nn.__all__ if n != "DropoutAddLayerNorm"])  # which torch.nn has not
 def test_signatures_begin_like_torch_nn(name, method):
     def parameters(cls):
         return [(p.name, p.default, p.kind) for p in inspect.signature(getattr(cls, method)).parameters.values()]
 
-    stock, ours = parameters(getattr(torch.nn, name)), parameters(getattr(ft, name))
+    stock, ours = parameters(getattr(torch.nn, name.removeprefix("Fused"))), parameters(getattr(ft, name))
     assert ours[: len(stock)] == stock
     assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, _, kind in ours[len(stock) :])
 

@@ -183,7 +183,7 @@ void activation_backward_block(const ActivationArgs& a, const RowBlocks& blocks,
       backward_run<T, decltype(curve)>(a, row, begin, n, scratch, grad_bias);
     });
   });
-  memcpy((C*)a.grad_partials + block * a.n, grad_bias, a.n * sizeof(C));
+  memcpy((C*)a.bias_partials + block * a.n, grad_bias, a.n * sizeof(C));
 }
 
 }  // namespace FT_LEVEL

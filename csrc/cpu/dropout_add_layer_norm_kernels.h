@@ -1,4 +1,4 @@
-// LayerNorm(residual + dropout(x)), a row at a time.
+// LayerNorm or RMSNorm of residual + dropout(x), a row at a time. T: dtype of the activations, R: that of the residual stream.
 //
 // Forward reads x and residual once and writes the result (and the sum, if asked for) once; between the passes over a row
 // (mean, variance, result) the sum waits in a float32 buffer that stays in the first-level cache. A sum that is also returned
@@ -6,6 +6,7 @@
 // from the seed, so that forward keeps nothing but two numbers a row:
 //     xhat = (sum - mean) rstd,   g = grad_out weight,
 //     d sum = rstd (g - mean(g) - xhat mean(g xhat)),   d weight = sum over rows of grad_out xhat,   d bias = that of grad_out.
+// RMSNorm is the same with mean = 0 and mean(g) = 0.
 #pragma once
 
 #include "philox_simd.h"
@@ -27,16 +28,17 @@ inline void sum_columns(int64_t n, double (&totals)[K], Body body) {
 }
 
 // A row of residual + dropout(x). Copied into locals, so that the compiler knows that no store changes it.
-template <typename T>
+template <typename T, typename R>
 struct SumRow {
   using C = Compute<T>;
-  const T *x, *residual;  // residual may be null
-  const uint32_t* keep;   // may be null
+  const T* x;  // this or residual may be null
+  const R* residual;
+  const uint32_t* keep;  // may be null
   C scale;
 
   template <typename Lanes>
   Vec<C> at(int64_t col, Lanes lanes) const {
-    Vec<C> v = drop<C>(keep, col, scale, lanes.load(x + col));
+    Vec<C> v = x ? drop<C>(keep, col, scale, lanes.load(x + col)) : Vec<C>{};
     if (residual) v += lanes.load(residual + col);
     return v;
   }
@@ -49,7 +51,7 @@ inline void prefetch_next(const T* row, int64_t stride, int64_t col) {
   if (row) __builtin_prefetch(row + stride + col);
 }
 
-template <typename T>
+template <typename T, typename R>
 void layer_norm_forward(const LayerNormForward& a, int64_t begin_row, int64_t end_row) {
   using C = Compute<T>;
   const int64_t n = a.n;
@@ -61,9 +63,10 @@ void layer_norm_forward(const LayerNormForward& a, int64_t begin_row, int64_t en
   C *total = total_values, *stats = (C*)a.stats;
   const int64_t x_stride = a.x.stride, residual_stride = a.residual.stride;
   for (int64_t row = begin_row; row < end_row; ++row) {
-    const SumRow<T> sum_row = {row_of<T>(a.x, row), row_of<T>(a.residual, row), keep.draw(a.dropout, row, 0, n),
-                               (C)a.dropout.scale};
-    T *out = (T*)a.out + row * n, *sum_out = a.sum ? (T*)a.sum + row * n : nullptr;
+    const SumRow<T, R> sum_row = {row_of<T>(a.x, row), row_of<R>(a.residual, row), keep.draw(a.dropout, row, 0, n),
+                                  (C)a.dropout.scale};
+    T* out = (T*)a.out + row * n;
+    R* sum_out = a.sum ? (R*)a.sum + row * n : nullptr;
     double sums[1], squares[1];
     sum_columns<C>(n, sums, [=](int64_t col, auto lanes, auto& partial) {
       Vec<C> v = sum_row.at(col, lanes);
@@ -74,7 +77,7 @@ void layer_norm_forward(const LayerNormForward& a, int64_t begin_row, int64_t en
       store(total + col, v);
       partial[0] += lanes.template clip<C>(v);
     });
-    const C mean = (C)(sums[0] / n);
+    const C mean = a.rms ? 0 : (C)(sums[0] / n);
     sum_columns<C>(n, squares, [=](int64_t col, auto lanes, auto& partial) {
       prefetch_next(sum_row.x, x_stride, col);
       prefetch_next(sum_row.residual, residual_stride, col);
@@ -91,7 +94,7 @@ void layer_norm_forward(const LayerNormForward& a, int64_t begin_row, int64_t en
   }
 }
 
-template <typename T>
+template <typename T, typename R>
 void layer_norm_backward(const LayerNormBackward& a, const RowBlocks& blocks, int64_t block) {
   using C = Compute<T>;
   const int64_t n = a.n;
@@ -105,8 +108,9 @@ void layer_norm_backward(const LayerNormBackward& a, const RowBlocks& blocks, in
   const C scale = (C)a.dropout.scale;
   for (int64_t row = blocks.begin(block); row < blocks.end(block); ++row) {
     const uint32_t* kept = keep.draw(a.dropout, row, 0, n);
-    const SumRow<T> sum_row = {row_of<T>(a.x, row), row_of<T>(a.residual, row), a.x_is_sum ? nullptr : kept, scale};
-    const T *grad_out = row_of<T>(a.grad_out, row), *grad_sum = row_of<T>(a.grad_sum, row);
+    const SumRow<T, R> sum_row = {row_of<T>(a.x, row), row_of<R>(a.residual, row), kept, scale};
+    const T* grad_out = row_of<T>(a.grad_out, row);
+    const R* grad_sum = row_of<R>(a.grad_sum, row);
     const C mean = stats[2 * row], rstd = stats[2 * row + 1];
     double sums[2];  // of g and of g xhat
     sum_columns<C>(n, sums, [=](int64_t col, auto lanes, auto& partial) {
@@ -119,8 +123,9 @@ void layer_norm_backward(const LayerNormBackward& a, const RowBlocks& blocks, in
       partial[0] += weighted;
       partial[1] += weighted * xh;
     });
-    const C mean_g = (C)(sums[0] / n), mean_gx = (C)(sums[1] / n);
-    T *grad_total = (T*)a.grad_total + row * n, *grad_x = a.grad_x ? (T*)a.grad_x + row * n : nullptr;
+    const C mean_g = a.rms ? 0 : (C)(sums[0] / n), mean_gx = (C)(sums[1] / n);
+    R* grad_total = (R*)a.grad_total + row * n;
+    T* grad_x = a.grad_x ? (T*)a.grad_x + row * n : nullptr;
     for_columns<C>(n, [=](int64_t col, auto lanes) {
       Vec<C> d = rstd * (load(g + col) - mean_g - load(xhat + col) * mean_gx);
       if (grad_sum) d += lanes.load(grad_sum + col);
@@ -128,11 +133,8 @@ void layer_norm_backward(const LayerNormBackward& a, const RowBlocks& blocks, in
       if (grad_x) lanes.store(grad_x + col, drop<C>(kept, col, scale, d));
     });
   }
-  if (a.grad_partials) {
-    C* partials = (C*)a.grad_partials + 2 * n * block;
-    memcpy(partials, grad_weight, n * sizeof(C));
-    memcpy(partials + n, grad_bias, n * sizeof(C));
-  }
+  if (a.weight_partials) memcpy((C*)a.weight_partials + n * block, grad_weight, n * sizeof(C));
+  if (a.bias_partials) memcpy((C*)a.bias_partials + n * block, grad_bias, n * sizeof(C));
 }
 
 // out (n) = sum over blocks of partials (count, n).

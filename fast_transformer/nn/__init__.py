@@ -2,6 +2,7 @@
 
 from .dropout import Dropout
 from .multihead_attention import MultiheadAttention
+from .norm import DropoutAddLayerNorm, FusedLayerNorm, FusedRMSNorm
 from .transformer import (
     Transformer,
     TransformerDecoder,
@@ -12,6 +13,9 @@ from .transformer import (
 
 __all__ = [
     "Dropout",
+    "DropoutAddLayerNorm",
+    "FusedLayerNorm",
+    "FusedRMSNorm",
     "MultiheadAttention",
     "Transformer",
     "TransformerDecoder",

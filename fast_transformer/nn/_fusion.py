@@ -9,6 +9,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .. import functional
 from .dropout import Dropout
+from .norm import FusedLayerNorm
 
 
 def plain(module: torch.nn.Module, *classes: type) -> bool:
@@ -52,7 +53,7 @@ def add_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """norm(x + dropout(branch)); with `prenorm` the pair (that, the sum), which a pre-norm layer carries on."""
     fits = branch.shape == x.shape and getattr(norm, "normalized_shape", None) == x.shape[-1:]
-    if fits and dropout_p is not None and plain(norm, torch.nn.LayerNorm):
+    if fits and dropout_p is not None and plain(norm, FusedLayerNorm, torch.nn.LayerNorm):
         return functional.dropout_add_layer_norm(
             branch, x, norm.weight, norm.bias, eps=norm.eps, dropout_p=dropout_p, prenorm=prenorm
         )

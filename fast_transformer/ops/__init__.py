@@ -1,18 +1,21 @@
 """One file per fused op: its registration with PyTorch and the call that `functional` makes."""
 
-from ._extension import build_info, cpu_level, missing
+from ._extension import BUILD_COMMAND, build_info, cpu_level, cuda_archs, missing
 from .activation_dropout import activation_dropout, dropout
 from .attention import attention, attention_triton, triton_interpreted, triton_missing
-from .dropout_add_layer_norm import dropout_add_layer_norm
+from .dropout_add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
 
 __all__ = [
+    "BUILD_COMMAND",
     "activation_dropout",
     "attention",
     "attention_triton",
     "build_info",
     "cpu_level",
+    "cuda_archs",
     "dropout",
     "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
     "missing",
     "triton_interpreted",
     "triton_missing",

@@ -28,6 +28,10 @@ def build_info() -> dict | None:
     return None if C is None else C.build_info()
 
 
+# The GPU architectures that the CUDA kernels were built for, as text; None if there are no CUDA kernels.
+cuda_archs: str | None = C and C.build_info()["cuda_archs"]
+
+
 @contextlib.contextmanager
 def cpu_level(name: str):
     """Runs the CPU kernels of another instruction set, one of build_info()["cpu_levels"], for a while."""

@@ -11,6 +11,12 @@
 #define FT_TEXT(x) #x
 #define FT_NAME(level) FT_TEXT(level)
 #define FT_EACH_DTYPE(kernel) {kernel<float>, kernel<bfloat16>, kernel<half>, kernel<double>}
+#define FT_EACH_RESIDUAL(kernel)                                                                      \
+  {                                                                                                   \
+    {kernel<float, float>, kernel<bfloat16, bfloat16>, kernel<half, half>, kernel<double, double>}, { \
+      kernel<float, float>, kernel<bfloat16, float>, kernel<half, float>, kernel<double, double>      \
+    }                                                                                                 \
+  }
 
 namespace ft {
 
@@ -18,8 +24,8 @@ using namespace FT_LEVEL;
 
 extern const Kernels FT_TABLE(FT_LEVEL) = {
     FT_NAME(FT_LEVEL),
-    FT_EACH_DTYPE(layer_norm_forward),
-    FT_EACH_DTYPE(layer_norm_backward),
+    FT_EACH_RESIDUAL(layer_norm_forward),
+    FT_EACH_RESIDUAL(layer_norm_backward),
     FT_EACH_DTYPE(activation_forward),
     FT_EACH_DTYPE(activation_backward),
     FT_EACH_DTYPE(activation_backward_block),
