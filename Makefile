@@ -25,7 +25,7 @@ demo: setup
 	$(RUN)/python -m fast_transformer.demo
 
 test: setup
-	$(RUN)/python -m pytest -q
+	$(RUN)/python -m pytest -q -n 2
 
 bench: setup
 	cd benchmarks && for file in $$(ls bench_*.py | grep -v _gpu); do $(RUN)/python $$file || exit 1; done

@@ -56,7 +56,7 @@ EOF
 if [ $? = 0 ]; then
     stage build 100 5 "$python" setup.py --quiet build_ext --inplace
     stage correctness 110 30 "$python" benchmarks/gpu_correctness.py --seconds 95
-    [ -f benchmarks/bench_norm_gpu.py ] && stage norm 45 30 "$python" benchmarks/bench_norm_gpu.py
+    stage norm 50 30 "$python" benchmarks/bench_norm_gpu.py --seconds 35
     stage attention 170 90 "$python" benchmarks/bench_attention_gpu.py --seconds $(($(within 170) - 20))
     if has pytest && has hypothesis; then
         # What gpu_correctness.py leaves out: layouts, properties, the random stream.

@@ -99,7 +99,7 @@ def check_window(window: tuple[int | None, int | None] | None) -> None:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window must be a pair (left, right), got {window!r}")
     for side in window:
-        if side is not None and (not isinstance(side, int) or not 0 <= side < _MAX_LENGTH):
+        if side is not None and (not isinstance(side, (int, torch.SymInt)) or not 0 <= side < _MAX_LENGTH):
             raise ValueError(f"window must hold two integers in [0, 2**62) (or None for no limit), got {tuple(window)}")
 
 
@@ -323,20 +323,15 @@ def backends() -> None:
     kernels = "for CPU tensors" if ops.missing is None else f"not active: {ops.missing}"
     without_cuda = _why_no_cuda_kernels()
     cuda = "for CUDA tensors" if without_cuda is None else f"not active: {without_cuda}"
-    if ops.triton_missing is not None:
-        triton = f"not active: {ops.triton_missing}"
-    elif not torch.cuda.is_available():
-        triton = "not active: torch sees no GPU"
-    else:
-        triton = _too_old(torch.cuda.current_device()) or "for CUDA and ROCm tensors, head_dim up to 256"
+    without_triton = ops.triton_missing
+    if without_triton is None:
+        without_triton = _too_old(torch.cuda.current_device()) if torch.cuda.is_available() else "torch sees no GPU"
+    triton = "for CUDA and ROCm tensors" if without_triton is None else f"not active: {without_triton}"
     fallback = "for everything else: other devices and dtypes, torch.func transforms, forward-mode AD"
     for op in ("attention", "dropout_add_layer_norm, dropout_add_rms_norm", "activation_dropout, dropout"):
         print(op)
         print(f"  cpu        {kernels}")
-        if op != "attention":
-            print(f"  cuda       {cuda}")
-        if op == "attention":
-            print(f"  triton     {triton}")
+        print(f"  triton     {triton}" if op == "attention" else f"  cuda       {cuda}")
         print(f"  reference  {fallback}")
 
 
@@ -415,7 +410,7 @@ def attention(
     _check_backend(backend, "cpu", "triton", "reference")
     if _use("cpu", backend, _why_not_cpu(query, key, value, bias)):
         op = ops.attention
-    elif _use("triton", backend, _why_not_triton(query, value, key, bias)):
+    elif (query.is_cuda or backend == "triton") and _use("triton", backend, _why_not_triton(query, value, key, bias)):
         op = ops.attention_triton
     else:
         op = reference.attention

@@ -175,7 +175,8 @@ def attention(
     )
     hidden = None if visible is None else ~visible
     if bias is not None:
-        scores = scores + bias.to(scores.dtype)
+        bias = bias.to(scores.dtype)
+        scores = scores + bias
         hidden = bias == -math.inf if hidden is None else hidden | (bias == -math.inf)
     # A blind row sees no key. It gets some finite scores, so that nothing divides by 0, and zeros where it would show: its
     # output and weights are 0, its LSE is -inf, no gradient passes. `hidden` and `blind` broadcast; they are small.

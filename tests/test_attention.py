@@ -150,6 +150,8 @@ CASES = {
     "B0": Case(B=0),
     "L0": Case(L=0),
     "S0": Case(S=0),
+    "B0-bias": Case(B=0, bias=(2, 7, 9)),
+    "S0-bias": Case(S=0, bias=(2, 7, 1)),
     "L0-S0-causal": Case(L=0, S=0, options=dict(causal=True)),
     "D5-Dv11": Case(D=5, Dv=11),
     "D11-Dv1": Case(D=11, Dv=1),
@@ -601,6 +603,31 @@ def test_what_is_not_finite_shows_where_it_shows_in_pytorch(backend, value, wher
     for x, y in zip(got, expected, strict=True):  # (a log-sum-exp of infinity may be NaN)
         assert torch.equal(x.isfinite(), y.isfinite())
         close(x.nan_to_num(0.0, 0.0, 0.0), y.nan_to_num(0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("low", [-1e10, torch.finfo(f32).min])
+@pytest.mark.parametrize("L", [1, 6, 70])
+@every_backend
+def test_a_row_of_large_negative_scores_is_a_softmax_like_any_other(backend, L, low):
+    """As a float mask makes it for a sample that is all padding: its scores are lost in the rounding of the mask."""
+    q, k, v = (torch.randn(1, 2, n, 8, device=backend.device, requires_grad=True) for n in (L, 70, 70))
+    bias = torch.full((1, 1, L, 70), low, device=backend.device)
+    out = attention(q, k, v, bias=bias, backend=backend.name)
+    close(out, v.mean(2, keepdim=True).expand_as(out))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+    if not backend.name == "triton":  # which takes weights from the log-sum-exp alone
+        weights = attention(q, k, v, bias=bias, return_weights="mean", backend=backend.name)[1]
+        close(weights, torch.full_like(weights, 1 / 70))
+
+
+@pytest.mark.parametrize("size", [1e4, 1e6])
+@every_backend
+def test_large_queries_and_keys(backend, size):
+    """One key has the largest score by far: it gets all the weight."""
+    q, k, v = (torch.randn(1, 2, 70, 8, device=backend.device) for _ in range(3))
+    out = attention(size * q, size * k, v, backend=backend.name)
+    exact = attention(*(x.double().cpu() for x in (size * q, size * k, v)), backend="reference")
+    assert (out.cpu() - exact).abs().max() < 0.1  # two scores may be near
 
 
 # Memory layouts

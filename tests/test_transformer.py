@@ -447,7 +447,9 @@ ACTIVATIONS = [F.relu, torch.relu, F.gelu, F.silu, nn.ReLU(), nn.GELU(), nn.GELU
 
 
 @pytest.mark.parametrize(
-    "activation", [*ACTIVATIONS, functools.partial(F.gelu, approximate="tanh"), nn.Softplus(beta=2)], ids=str
+    "activation",
+    [*ACTIVATIONS, functools.partial(F.gelu, approximate="tanh"), nn.Softplus(beta=2)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 @train_and_eval
 def test_reassigned_activation_is_used(activation, training):

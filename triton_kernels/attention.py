@@ -61,9 +61,9 @@ def as_4d(x: Tensor) -> Tensor:
 
 
 def heads(like: Tensor, size: int) -> Tensor:
-    """(B, H, L, size) that lies as (B, L, H, size)."""
+    """(B, H, L, size) that lies as (B, L, H, size). (No view: autograd lets users write into an output that is none.)"""
     B, H, L, _ = like.shape
-    return like.new_empty(B, L, H, size).transpose(1, 2)
+    return like.new_empty_strided((B, H, L, size), (L * H * size, size, H * size, 1))
 
 
 class Call:
@@ -82,9 +82,10 @@ class Call:
         self.shape = Shape(self.H, self.H // self.kv_heads, self.L, self.S, first, last)
         threshold = keep_threshold(dropout_p)
         self.scale = scale
+        unit = LOG2E if bias is None else 1.0
         scoring = Scoring(
-            scale=scale / softcap if softcap else scale * LOG2E,
-            softcap=softcap * LOG2E if softcap else None,
+            scale=scale / softcap if softcap else scale * unit,
+            softcap=softcap * unit if softcap else None,
             seed=seed,
             threshold=None if seed is None else threshold,
             inverse=1.0 if seed is None else 65536 / threshold,
@@ -174,14 +175,14 @@ def attention_forward(
     if return_weights is None:
         return out, query.new_empty(0), lse
     mean = return_weights == "mean"
-    weights = query.new_empty(B, 1 if mean else H, L, S)
+    weights = query.new_empty((B, L, S) if mean else (B, H, L, S))
     tile = call.tile("weights")
     options = call.options(tile)
     del options["DV"], options["BLOCK_DV"]
-    weights_kernel[(weights.shape[0] * weights.shape[1] * triton.cdiv(L, tile.block_m) * triton.cdiv(S, tile.block_n),)](
-        *call.inputs[:2], lse, matrices(weights), *call.rules, **options, MEAN=mean
+    weights_kernel[(B * (1 if mean else H) * triton.cdiv(L, tile.block_m) * triton.cdiv(S, tile.block_n),)](
+        *(*call.inputs[:2], lse, matrices(weights[:, None] if mean else weights), *call.rules), **options, MEAN=mean
     )
-    return out, weights[:, 0] if mean else weights, lse
+    return out, weights, lse
 
 
 def attention_backward(
@@ -238,7 +239,7 @@ def attention_backward(
     )
 
     bias_shape = as_4d(bias).shape if bias_grad else full
-    summed = [small < large for small, large in zip(bias_shape, full, strict=True)]
+    summed = [small != large for small, large in zip(bias_shape, full, strict=True)]
     grad_bias = query.new_empty(0)
     if bias_grad and not any(summed):
         grad_bias = torch.zeros(full, dtype=bias.dtype, device=bias.device)

@@ -70,16 +70,16 @@ def delta_kernel(
     if grad_weights is not None:
         q = load_rows(query, b, h, start_m, shape.queries, BLOCK_M, D, BLOCK_D, True)
         blocks = visible_blocks(start_m, shape.queries, shape.keys, shape.first, shape.last, ranges, b, h, BLOCK_M, BLOCK_N)
-        lse_i = load_lse(lse, b, h, start_m, shape, BLOCK_M)[:, None]
+        lse_i = load_lse(lse, b, h, start_m, shape, bias, BLOCK_M)[:, None]
         for block in range(blocks[0], blocks[3]):
             start_n = block * BLOCK_N
             k = load_rows(key, b, h // shape.groups, start_n, shape.keys, BLOCK_N, D, BLOCK_D, True)
             # fmt: off
-            dropped = score_gradients(dot(q, tl.trans(k), PRECISION), 0.0, start_m, start_n, b, h, lse_i, 0.0, shape, scoring,
+            left = score_gradients(dot(q, tl.trans(k), PRECISION), 0.0, start_m, start_n, b, h, lse_i, 0.0, shape, scoring,
                                       bias, mask, None, BLOCK_M, BLOCK_N, True, False)[0]
             # fmt: on
             m, n = indices(start_m, start_n, BLOCK_M, BLOCK_N, False)
-            total += tl.sum(dropped * load_block(grad_weights, b, h, m, n, shape, True).to(tl.float32), 1)
+            total += tl.sum(left * load_block(grad_weights, b, h, m, n, shape, True).to(tl.float32), 1) * scoring.inverse
     rows = start_m + tl.arange(0, BLOCK_M)
     row = tl.cast(b * shape.heads + h, tl.int64) * shape.queries
     tl.store(delta + row + rows, total, mask=rows < shape.queries)
@@ -122,14 +122,14 @@ def add_queries(
         start_m = block_of(step, blocks, EDGE) * BLOCK_M
         q = load_rows(query, b, h, start_m, shape.queries, BLOCK_M, D, BLOCK_D, EDGE, query_descriptor)
         do = load_rows(grad_out, b, h, start_m, shape.queries, BLOCK_M, DV, BLOCK_DV, EDGE, grad_out_descriptor)
-        lse_i = load_lse(lse, b, h, start_m, shape, BLOCK_M)[None, :]
+        lse_i = load_lse(lse, b, h, start_m, shape, bias, BLOCK_M)[None, :]
         delta_i = load_numbers(delta, b, h, start_m, shape, BLOCK_M)[None, :]
         product, grad_product = dot(k, tl.trans(q), PRECISION), dot(v, tl.trans(do), PRECISION)
         # fmt: off
-        dropped, ds, slope = score_gradients(product, grad_product, start_m, start_n, b, h, lse_i, delta_i, shape, scoring,
+        left, ds, slope = score_gradients(product, grad_product, start_m, start_n, b, h, lse_i, delta_i, shape, scoring,
                                              bias, mask, grad_weights, BLOCK_M, BLOCK_N, EDGE, True)
         # fmt: on
-        dv += dot(dropped.to(do.dtype), do, PRECISION)
+        dv += dot(left.to(do.dtype), do, PRECISION)
         dk += dot((ds * slope).to(q.dtype), q, PRECISION)
         if grad_bias is not None:
             m, n = indices(start_m, start_n, BLOCK_M, BLOCK_N, True)
@@ -195,7 +195,7 @@ def key_value_kernel(
                              D, DV, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True)
         # fmt: on
     store_rows(grad_key, b, kv_head, start_n, shape.keys, dk * scale, BLOCK_N, D, BLOCK_D)
-    store_rows(grad_value, b, kv_head, start_n, shape.keys, dv, BLOCK_N, DV, BLOCK_DV)
+    store_rows(grad_value, b, kv_head, start_n, shape.keys, dv * scoring.inverse, BLOCK_N, DV, BLOCK_DV)
 
 
 @triton.jit
@@ -283,7 +283,7 @@ def query_kernel(
     blocks = visible_blocks(start_m, shape.queries, shape.keys, shape.first, shape.last, ranges, b, h, BLOCK_M, BLOCK_N)
     q = load_rows(query, b, h, start_m, shape.queries, BLOCK_M, D, BLOCK_D, True)
     do = load_rows(grad_out, b, h, start_m, shape.queries, BLOCK_M, DV, BLOCK_DV, True)
-    lse_i = load_lse(lse, b, h, start_m, shape, BLOCK_M)[:, None]
+    lse_i = load_lse(lse, b, h, start_m, shape, bias, BLOCK_M)[:, None]
     delta_i = load_numbers(delta, b, h, start_m, shape, BLOCK_M)[:, None]
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     # fmt: off
@@ -352,7 +352,7 @@ def bias_kernel(
             do = load_rows(grad_out, b, h, start_m, shape.queries, BLOCK_M, DV, BLOCK_DV, True)
             k = load_rows(key, b, kv_head, start_n, shape.keys, BLOCK_N, D, BLOCK_D, True)
             v = load_rows(value, b, kv_head, start_n, shape.keys, BLOCK_N, DV, BLOCK_DV, True)
-            lse_i = load_lse(lse, b, h, start_m, shape, BLOCK_M)[:, None]
+            lse_i = load_lse(lse, b, h, start_m, shape, bias, BLOCK_M)[:, None]
             delta_i = load_numbers(delta, b, h, start_m, shape, BLOCK_M)[:, None]
             product, grad_product = dot(q, tl.trans(k), PRECISION), dot(do, tl.trans(v), PRECISION)
             # fmt: off

@@ -21,6 +21,8 @@ from .attention_scores import (
     scores,
     steps,
     store_rows,
+    to_base_2,
+    to_base_e,
     visible_blocks,
 )
 
@@ -62,8 +64,8 @@ def attend(
         score, _ = scores(dot(q, tl.trans(k), PRECISION), m, n, b, h, shape, scoring, bias, mask, EDGE)
         m_new = tl.maximum(m_i, tl.max(score, 1))
         top = tl.where(m_new == float("-inf"), 0.0, m_new)  # of a row that has seen nothing yet
-        p = tl.exp2(score - top[:, None])
-        alpha = tl.exp2(m_i - top)
+        p = tl.exp2((score - top[:, None]) * to_base_2(bias))
+        alpha = tl.exp2((m_i - top) * to_base_2(bias))
         l_i = l_i * alpha + tl.sum(p, 1)
         if scoring.seed is not None:
             p = tl.where(kept(start_m, start_n, b, h, shape, scoring, BLOCK_M, BLOCK_N, False), p, 0.0)
@@ -135,7 +137,7 @@ def forward_kernel(
     store_rows(out, split_b, h, start_m, shape.queries, acc, BLOCK_M, DV, BLOCK_DV)
     rows = start_m + tl.arange(0, BLOCK_M)
     pointers = lse + tl.cast(split_b * shape.heads + h, tl.int64) * shape.queries + rows
-    tl.store(pointers, tl.where(seen, (m_i + tl.log2(total)) * LN2, float("-inf")), mask=rows < shape.queries)
+    tl.store(pointers, tl.where(seen, m_i * to_base_e(bias) + tl.log2(total) * LN2, float("-inf")), mask=rows < shape.queries)
 
 
 @kernel
@@ -169,10 +171,10 @@ def merge_kernel(
     for split in range(splits):
         split_b = split * batch + b
         pointers = partial_lse + tl.cast(split_b * shape.heads + h, tl.int64) * shape.queries + rows
-        part = tl.load(pointers, mask=rows < shape.queries, other=float("-inf")) * LOG2E
+        part = tl.load(pointers, mask=rows < shape.queries, other=float("-inf"))
         m_new = tl.maximum(m_i, part)
         top = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha, weight = tl.exp2(m_i - top), tl.exp2(part - top)
+        alpha, weight = tl.exp2((m_i - top) * LOG2E), tl.exp2((part - top) * LOG2E)
         values = load_rows(partial, split_b, h, start_m, shape.queries, BLOCK_M, DV, BLOCK_DV, True)
         acc = acc * alpha[:, None] + values * weight[:, None]
         l_i = l_i * alpha + weight
@@ -181,4 +183,4 @@ def merge_kernel(
     total = tl.where(seen, l_i, 1.0)
     store_rows(out, b, h, start_m, shape.queries, acc / total[:, None], BLOCK_M, DV, BLOCK_DV)
     pointers = lse + tl.cast(b * shape.heads + h, tl.int64) * shape.queries + rows
-    tl.store(pointers, tl.where(seen, (m_i + tl.log2(total)) * LN2, float("-inf")), mask=rows < shape.queries)
+    tl.store(pointers, tl.where(seen, m_i + tl.log2(total) * LN2, float("-inf")), mask=rows < shape.queries)

@@ -44,10 +44,14 @@ kernel = triton.jit(do_not_specialize=["batch", "splits", *Shape._fields])
 
 
 class Scoring(NamedTuple):
-    """From products to scores: softcap * tanh(scale * product), or scale * product, in base 2; and dropout."""
+    """From products to scores: softcap * tanh(scale * product), or scale * product; and dropout.
 
-    scale: float  # without softcap in base 2
-    softcap: float | None  # in base 2
+    Scores are exponents of 2: log2(e) is folded into scale or softcap. With a bias they are exponents of e, for it may be
+    large, as -1e10 that masks a key: a product with log2(e) would be off by more than 1.
+    """
+
+    scale: float
+    softcap: float | None
     seed: object  # pointer to one int64, None without dropout
     threshold: int  # a weight is kept iff its 16 random bits are below
     inverse: float  # of the probability to be kept
@@ -192,7 +196,7 @@ def load_block(x, b, h, m, n, shape, EDGE: tl.constexpr):
 
 @triton.jit
 def scores(product, m, n, b, h, shape, scoring, bias, mask, EDGE: tl.constexpr):
-    """Base-2 scores of a block from query . key, -inf where a query does not see a key; and tanh' where there is a softcap."""
+    """Scores of a block from query . key, -inf where a query does not see a key; and tanh' where there is a softcap."""
     slope = 1.0
     score = product * scoring.scale
     if scoring.softcap is not None:
@@ -200,7 +204,7 @@ def scores(product, m, n, b, h, shape, scoring, bias, mask, EDGE: tl.constexpr):
         slope = 1.0 - score * score
         score *= scoring.softcap
     if bias is not None:
-        score += load_block(bias, b, h, m, n, shape, EDGE).to(tl.float32) * LOG2E
+        score += load_block(bias, b, h, m, n, shape, EDGE).to(tl.float32)
     if EDGE:
         visible = (m < shape.queries) & (n < shape.keys)
         if shape.first is not None:
@@ -211,6 +215,18 @@ def scores(product, m, n, b, h, shape, scoring, bias, mask, EDGE: tl.constexpr):
     if mask is not None:
         score = tl.where(load_block(mask, b, h, m, n, shape, EDGE) != 0, score, float("-inf"))
     return score, slope
+
+
+@triton.jit
+def to_base_2(bias):
+    """What makes a difference of scores an exponent of 2."""
+    return 1.0 if bias is None else LOG2E
+
+
+@triton.jit
+def to_base_e(bias):
+    """What makes a score an exponent of e."""
+    return LN2 if bias is None else 1.0
 
 
 @triton.jit
@@ -247,23 +263,23 @@ def score_gradients(
     EDGE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """Of a block: the weights after dropout, the gradient of the scores, and tanh' that leads on to that of the products.
+    """Of a block: the weights that dropout keeps, the gradient of the scores, and tanh' that leads on to that of the products.
 
-    grad_product: grad_out . value. lse, in base 2, and delta broadcast over the keys: with w the weights and dw their gradient,
-    the gradient of a score is w (dw - delta), delta being the sum of w dw over the keys.
+    grad_product: grad_out . value. lse, as scores are, and delta broadcast over the keys: with w the weights and dw their
+    gradient, the gradient of a score is w (dw - delta), delta being the sum of w dw over the keys.
     """
     m, n = indices(start_m, start_n, BLOCK_M, BLOCK_N, TRANSPOSED)
     score, slope = scores(product, m, n, b, h, shape, scoring, bias, mask, EDGE)
-    weights = tl.exp2(score - lse)
+    weights = tl.exp2((score - lse) * to_base_2(bias))
     grad = grad_product
     if grad_weights is not None:
         grad += load_block(grad_weights, b, h, m, n, shape, EDGE).to(tl.float32)
-    dropped = weights
+    left = weights
     if scoring.seed is not None:
         keep = kept(start_m, start_n, b, h, shape, scoring, BLOCK_M, BLOCK_N, TRANSPOSED)
-        dropped = tl.where(keep, weights * scoring.inverse, 0.0)
+        left = tl.where(keep, weights, 0.0)
         grad = tl.where(keep, grad * scoring.inverse, 0.0)
-    return dropped, weights * (grad - delta), slope
+    return left, weights * (grad - delta), slope
 
 
 @triton.jit
@@ -275,7 +291,9 @@ def load_numbers(x, b, h, start, shape, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_lse(lse, b, h, start, shape, ROWS: tl.constexpr):
-    """The log-sum-exp of some queries in base 2; 0 for one that sees nothing, whose scores are -inf anyway."""
+def load_lse(lse, b, h, start, shape, bias, ROWS: tl.constexpr):
+    """The log-sum-exp of some queries as scores are; 0 for one that sees nothing, whose scores are -inf anyway."""
     value = load_numbers(lse, b, h, start, shape, ROWS)
-    return tl.where(value == float("-inf"), 0.0, value * LOG2E)
+    if bias is None:
+        value *= LOG2E
+    return tl.where(value == float("-inf"), 0.0, value)

@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from .attention_scores import Shape, dot, indices, kept, kernel, load_lse, load_rows, matrix, scores, sees_any
+from .attention_scores import Shape, dot, indices, kept, kernel, load_lse, load_rows, matrix, scores, sees_any, to_base_2
 
 
 @kernel
@@ -53,7 +53,8 @@ def weights_kernel(
         q = load_rows(query, b, h, start_m, shape.queries, BLOCK_M, D, BLOCK_D, True)
         k = load_rows(key, b, h // shape.groups, start_n, shape.keys, BLOCK_N, D, BLOCK_D, True)
         score, _ = scores(dot(q, tl.trans(k), PRECISION), m, n, b, h, shape, scoring, bias, mask, True)
-        p = tl.exp2(score - load_lse(lse, b, h, start_m, shape, BLOCK_M)[:, None])
+        lse_i = load_lse(lse, b, h, start_m, shape, bias, BLOCK_M)[:, None]
+        p = tl.exp2((score - lse_i) * to_base_2(bias))
         if scoring.seed is not None:
             p = tl.where(kept(start_m, start_n, b, h, shape, scoring, BLOCK_M, BLOCK_N, False), p, 0.0)
         acc += p

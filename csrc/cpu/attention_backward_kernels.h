@@ -255,7 +255,7 @@ class BackwardTask {
   void differentiate(const Strip& strip, C* grad_bias) {
     for_groups(strip.first, strip.last, [&](auto group, int v) {
       constexpr int V = group.value;
-      const C factor = tile_.factor * (C)kLog2E, scale = (C)a_.dropout.scale, weights_scale = (C)a_.grad_weights_scale;
+      const C factor = tile_.factor, scale = (C)a_.dropout.scale, weights_scale = (C)a_.grad_weights_scale;
       const auto* words = tile_.kept(strip);
       const bool capped = a_.softcap != 0, weights_grad = a_.grad_weights.data, bias_grad = a_.grad_bias.data;
       Vec<C> offset[V], delta[V];
@@ -268,7 +268,7 @@ class BackwardTask {
       C *const scores = tile_.scores, *const grads = grad_scores_;
       const auto one = [&](int key, int i, Vec<C>& w, Vec<C>& ds) {
         const int64_t at = key * kQueries + (v + i) * n;
-        const Vec<C> p = exp2(load(scores + at) * factor - offset[i]);
+        const Vec<C> p = exp2((load(scores + at) * factor - offset[i]) * (C)kLog2E);
         Vec<C> dp = load(grads + at);
         w = p;
         if (weights_grad) dp += load(grad_weights_ + at) * weights_scale;

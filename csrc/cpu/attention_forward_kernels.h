@@ -21,7 +21,7 @@ class ForwardTask {
   Buffer<E> key_, value_;            // of a task
   Buffer<E> query_;                  // (D, kQueries)
   Buffer<C> output_;                 // (Dv, kQueries)
-  C top_[kQueries], sum_[kQueries];  // top: in units of ln 2, as the exponent of exp2
+  C top_[kQueries], sum_[kQueries];  // top: as the scores, before tile_.factor
 
  public:
   explicit ForwardTask(const AttentionForward& a)
@@ -133,12 +133,12 @@ class ForwardTask {
     }
     const C factor = tile_.factor * (C)kLog2E;
     for (int v = 0; v < kVectors; ++v) {
-      const Vec<C> before = load(top_ + v * n), after = maximum<C>(before, load(top + v * n) * factor);
+      const Vec<C> before = load(top_ + v * n), after = maximum<C>(before, load(top + v * n));
       const Ints<C> raised = after > before;
       bool any = false;
       for (int i = 0; i < n; ++i) any |= raised[i] != 0;
       if (!any) continue;
-      const Vec<C> shrink = raised ? exp2(before - after) : splat<C>(1);  // never -inf - -inf in a raised lane
+      const Vec<C> shrink = raised ? exp2((before - after) * factor) : splat<C>(1);  // never -inf - -inf in a raised lane
       store(top_ + v * n, after);
       store(sum_ + v * n, load(sum_ + v * n) * shrink);
       for (int64_t d = 0; d < a_.Dv; ++d) {
@@ -148,7 +148,8 @@ class ForwardTask {
     }
   }
 
-  // Scores to weights exp(score - top), in place, summed; those that dropout drops count in the sum only.
+  // Scores to weights exp(score - top), in place, summed; those that dropout drops count in the sum only. The difference comes
+  // first: of large scores the product with a factor is off by more than 1.
   void weigh(const Strip& strip) {
     for_groups(strip.first, strip.last, [&](auto group, int v) {
       constexpr int V = group.value;
@@ -164,7 +165,7 @@ class ForwardTask {
       }
       C* row = tile_.scores + strip.begin * kQueries + v * n;
       const auto weight = [&](int key, int i, const C* scores) {
-        const Vec<C> w = exp2(load(scores + i * n) * factor - top[i]);
+        const Vec<C> w = exp2((load(scores + i * n) - top[i]) * factor);
         sum[i] += w;
         return words ? select_bit<C>(kept[i], Ints<C>{} + (int)(1u << (key - strip.begin)), w, Vec<C>{}) : w;
       };
@@ -195,7 +196,7 @@ class ForwardTask {
       const Vec<C> rest = blind ? Vec<C>{} : FT_LEVEL::log(sum);
       const int64_t rows = a_.batch * a_.heads * a_.L, at = (batch * a_.heads + head) * a_.L + query + v * n;
       const int64_t count = queries - v * n < n ? queries - v * n : n;
-      if (a_.lse) Tail{count}.store((C*)a_.lse + at, blind ? splat<C>(-INFINITY) : top * (C)kLn2 + rest);
+      if (a_.lse) Tail{count}.store((C*)a_.lse + at, blind ? splat<C>(-INFINITY) : top * tile_.factor + rest);
       if (a_.exponents) {
         Tail{count}.store((C*)a_.exponents + at, blind ? splat<C>(INFINITY) : top);
         Tail{count}.store((C*)a_.exponents + rows + at, rest * (C)kLog2E);

@@ -118,14 +118,14 @@ class RowsTask {
     });
   }
 
-  // The row of scores to weights exp2(score log2(e) - top), after the running maximum was raised to the row's.
+  // The row of scores to weights exp(score - top), after the running maximum was raised to the row's.
   void weigh(int64_t r, int64_t row, int64_t k, int64_t keys) {
     Vec<C> largest = splat<C>(-INFINITY), sum = {};
     for (int64_t c = 0; c < keys; c += n) largest = maximum<C>(largest, load(scores_ + c));
     C top = top_[r];
-    for (int i = 0; i < n; ++i) top = largest[i] * (C)kLog2E > top ? largest[i] * (C)kLog2E : top;
+    for (int i = 0; i < n; ++i) top = largest[i] > top ? largest[i] : top;
     if (top > top_[r]) {
-      const C shrink = exp2(splat<C>(top_[r] - top))[0];
+      const C shrink = exp2(splat<C>((top_[r] - top) * (C)kLog2E))[0];
       sum_[r] *= shrink;
       C* output = output_ + r * round_up(a_.Dv, n);
       for (int64_t c = 0; c < a_.Dv; c += n) store(output + c, load(output + c) * shrink);
@@ -135,7 +135,7 @@ class RowsTask {
     uint32_t kept[kKeys / kStrip + kKeepStride];
     if (a_.dropout.on()) draw_keep_bits(a_.dropout, row, (uint32_t)(k / 8), keep_words(keys), kept);
     for (int64_t c = 0; c < keys; c += n) {
-      const Vec<C> w = exp2(load(scores_ + c) * (C)kLog2E - offset);
+      const Vec<C> w = exp2((load(scores_ + c) - offset) * (C)kLog2E);
       sum += w;
       store(scores_ + c, a_.dropout.on() ? select<C>(kept[c / kStrip] >> (c % kStrip), w) : w);
     }
@@ -173,11 +173,7 @@ class RowsTask {
     const bool blind = sum_[r] == 0;
     const C scale = blind ? 0 : (C)a_.dropout.scale / sum_[r], rest = blind ? 0 : FT_LEVEL::log(splat<C>(sum_[r]))[0];
     const int64_t at = (batch * a_.heads + head) * a_.L + query;
-    if (a_.lse) ((C*)a_.lse)[at] = blind ? -INFINITY : top_[r] * (C)kLn2 + rest;
-    if (a_.exponents) {
-      ((C*)a_.exponents)[at] = blind ? INFINITY : top_[r];
-      ((C*)a_.exponents)[a_.batch * a_.heads * a_.L + at] = rest * (C)kLog2E;
-    }
+    if (a_.lse) ((C*)a_.lse)[at] = blind ? -INFINITY : top_[r] + rest;
     T* out = head_of<T>(a_.out, batch, head)[query];
     const C* output = output_ + r * round_up(a_.Dv, n);
     for_columns<C>(a_.Dv, [&](int64_t c, auto lanes) { lanes.store(out + c, load(output + c) * scale); });

@@ -88,12 +88,11 @@ inline void load_scores(const Scores& s, int64_t batch, int64_t head, int64_t qu
     load_block<T>((const T*)s.data + at, s, queries, keys, out);
 }
 
-// For `count` queries what to subtract from the exponents of their weights, padded to whole blocks by +inf; +inf too where a
-// query sees nothing, so that its weights are 0.
+// For `count` queries what to subtract from their scores, padded to whole blocks by +inf; +inf too where a query sees nothing,
+// so that its weights are 0.
 template <typename C>
 inline void weight_offsets(const C* lse, int64_t count, C* offsets) {
-  for (int64_t i = 0; i < round_up(count, kQueries); ++i)
-    offsets[i] = i < count && lse[i] != -INFINITY ? lse[i] * (C)kLog2E : (C)INFINITY;
+  for (int64_t i = 0; i < round_up(count, kQueries); ++i) offsets[i] = i < count && lse[i] != -INFINITY ? lse[i] : (C)INFINITY;
 }
 
 // Keys [begin, end) of a block, and the vectors of queries [first, last) that see one of them.
@@ -137,7 +136,7 @@ class ScoreTile {
   static constexpr int n = kLanes<C>;
 
   Buffer<C> scores, slopes;  // slopes: derivative of the softcap
-  C factor;                  // what is left to multiply `scores` by
+  C factor = 1;              // what is left to multiply `scores` by
   Strip strips[kKeys / kStrip];
   int strip_count;
   int64_t first_query, queries, first_key, keys;

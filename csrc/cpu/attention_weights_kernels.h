@@ -19,13 +19,17 @@ class WeightsPass {
   TileRegisters registers_;
   ScoreTile<T> tile_;
   Buffer<E> query_, key_;
-  C offset_[kQueries], rest_[kQueries];  // subtracted from the exponents
+  // A weight is exp(score - lse), or, to lose no digits of large scores, exp2(factor log2(e) (score - top) - rest), its score
+  // before tile_.factor.
+  bool by_lse_ = false;
+  C offset_[kQueries], rest_[kQueries];
 
  public:
   explicit WeightsPass(const AttentionProblem& p)
       : p_(p), tile_(p, false), query_(depth<T>(p.D) * kQueries), key_(Operand<T>::scratch(kKeys, p.D)) {}
 
   void subtract_lse(const C* lse, int64_t count) {
+    by_lse_ = true;
     weight_offsets<C>(lse, count, offset_);
     memset(rest_, 0, sizeof rest_);
   }
@@ -58,7 +62,8 @@ class WeightsPass {
 
  private:
   void weigh(const Strip& strip) {
-    const C factor = tile_.factor * (C)kLog2E, scale = (C)p_.dropout.scale;
+    const C inner = by_lse_ ? tile_.factor : 1, outer = (by_lse_ ? 1 : tile_.factor) * (C)kLog2E;
+    const C scale = (C)p_.dropout.scale;
     const auto* words = tile_.kept(strip);
     for (int v = strip.first; v < strip.last; ++v) {
       const Vec<C> offset = load(offset_ + v * n), rest = load(rest_ + v * n);
@@ -66,7 +71,7 @@ class WeightsPass {
       if (words) memcpy(&kept, words + v * n, sizeof kept);
       for (int key = strip.begin; key < strip.end; ++key) {
         C* at = tile_.scores + key * kQueries + v * n;
-        Vec<C> w = exp2(load(at) * factor - offset - rest);
+        Vec<C> w = exp2((load(at) * inner - offset) * outer - rest);
         if (words) w = select_bit<C>(kept, Ints<C>{} + (int)(1u << (key - strip.begin)), w * scale, Vec<C>{});
         store(at, w);
       }

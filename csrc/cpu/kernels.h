@@ -66,8 +66,8 @@ struct AttentionForward : AttentionProblem {
 // A task is a block of queries of one batch (of one head, if per_head). weights: (batch, L, S), their mean over the heads, or
 // (batch, heads, L, S).
 struct AttentionWeights : AttentionProblem {
-  const void* exponents;  // (2, batch, heads, L): log2 of the largest term and of the sum in its units; their sum is the
-                          // log-sum-exp, but not rounded to one number, which would cost digits where scores are large
+  const void* exponents;  // (2, batch, heads, L): the largest score as the kernel keeps it, and log2 of the sum of the terms in
+                          // units of the largest: the log-sum-exp in one number would cost digits where scores are large
   void* weights;
   bool per_head;
 };

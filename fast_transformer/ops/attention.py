@@ -55,7 +55,7 @@ attention = partial(_attention, entry("attention"))
 def _heads(like: Tensor, size: int) -> Tensor:
     """(B, H, L, size) that lies as (B, L, H, size)."""
     B, H, L, _ = like.shape
-    return like.new_empty(B, L, H, size).transpose(1, 2)
+    return like.new_empty_strided((B, H, L, size), (L * H * size, size, H * size, 1))
 
 
 def _forward_fake(query, key, value, mask, bias, first, last, scale, softcap, dropout_p, seed, return_weights, with_lse):
@@ -137,7 +137,7 @@ library.define(
 
 def triton_interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter, on CPU tensors: very slow, for tests and for debugging."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "y", "on")
 
 
 @cache
