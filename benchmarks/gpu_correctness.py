@@ -1,13 +1,15 @@
-"""Is attention right on this GPU? Every feature in every dtype against the reference in float64, and what only a GPU has.
+"""Are the kernels right on this GPU? Every feature in every dtype against the reference in float64, and what only a GPU has.
 
     python benchmarks/gpu_correctness.py [--seconds 100] [--processes N] [--only TEXT]
 
-It needs neither pytest nor the compiled module. Each case runs twice, with uninitialised memory poisoned: an element that no
-one wrote, or that two programs wrote, shows. The reference runs on the CPU. Nearly all of the time goes into compiling kernels,
-so the cases are spread over processes. Without a GPU, TRITON_INTERPRET=1 runs them smaller, in Triton's interpreter.
+It needs no pytest; the norms and activations need the compiled module. Each case runs twice, with uninitialised memory poisoned:
+an element that no one wrote, or that two programs wrote, shows. The reference runs on the CPU. Nearly all of the time goes into
+compiling kernels, so the cases are spread over processes. Without a GPU, TRITON_INTERPRET=1 runs them smaller, in Triton's
+interpreter (and the norms on their CPU kernels).
 """
 
 import argparse
+import itertools
 import math
 import multiprocessing
 import os
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fast_transformer import functional
-from fast_transformer.functional import attention
+from fast_transformer.functional import activation_dropout, attention, dropout_add_layer_norm, dropout_add_rms_norm
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 # How large an error may be relative to the truth, in the norm of the whole tensor: 8 units of roundoff in half precision, where
@@ -257,8 +259,35 @@ def check_far_elements(dtype):
     assert error(out[:, :, tail], own.double().cpu()) <= TOLERANCES[dtype]
 
 
+def norm_results(op: str, n: int, dropout_p: float, backend: str, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """What a norm of 33 rows of n, or an activation of them, returns, and the gradients of all inputs."""
+    torch.manual_seed(0)
+    x, residual, weight, bias = (randn(*s).to(device, dtype).requires_grad_() for s in ((33, n), (33, n), (n,), (n,)))
+    options = dict(dropout_p=dropout_p, backend=backend)
+    if op == "layer norm":
+        inputs, out = [x, residual, weight, bias], dropout_add_layer_norm(x, residual, weight, bias, prenorm=True, **options)
+    elif op == "rms norm":
+        inputs, out = [x, residual, weight], dropout_add_rms_norm(x, residual, weight, prenorm=True, **options)
+    else:
+        inputs, out = [x, bias], (activation_dropout(x, bias, op, **options),)
+    cotangents = [randn(*y.shape).to(y) for y in out]
+    return [*out, *torch.autograd.grad(out, inputs, cotangents)]
+
+
+def check_norms(dtype):
+    """Rows for a warp, for a block and for more, aligned and not."""
+    functional._draw_seed = lambda p, where: torch.tensor(SEED, device=where) if p > 0.0 else None
+    ops, sizes = ("layer norm", "rms norm", "gelu", "none"), (3, 100, 768, 4096, 9001, 20000)
+    for op, n, p in itertools.product(ops, sizes, (0.0, 0.3)):
+        exact = norm_results(op, n, p, "reference", "cpu", torch.float64)
+        got, again = (norm_results(op, n, p, DEVICE, DEVICE, dtype) for _ in range(2))
+        assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True)), f"{op} of {n}: a second run gives other bits"
+        errors = [error(x, y) for x, y in zip(got, exact, strict=True)]
+        assert max(errors) <= TOLERANCES[dtype], f"{op} of {n}, dropout {p}: errors {errors}, allowed {TOLERANCES[dtype]:.2g}"
+
+
 DRAW_SEED = functional._draw_seed
-SPECIAL = {"choice of a path": check_choice, "torch.compile": check_compile}
+SPECIAL = {"choice of a path": check_choice, "torch.compile": check_compile, "norms": check_norms}
 if DEVICE == "cuda":
     SPECIAL |= {"CUDA graph": check_graph, "far elements": check_far_elements}
 

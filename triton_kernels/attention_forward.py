@@ -3,6 +3,8 @@
 Reads query once, key and value once for every block of queries (mostly from L2), writes the output and the log-sum-exp. Where
 there are too few blocks of queries to fill the device, as in decoding, the keys of each are split over several programs, which
 write normalised partial outputs; `merge_kernel` weighs these by their log-sum-exp.
+
+Loops are not warp-specialised: Triton 3.6 and 3.9 take this one for Hopper, but crash on it for Blackwell.
 """
 
 import triton
