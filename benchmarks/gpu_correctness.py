@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_correctness.py [--seconds 100] [--processes N] [--only TEXT]
 
-It needs no pytest; the norms and activations need the compiled module. Each case runs twice, with uninitialised memory poisoned:
-an element that no one wrote, or that two programs wrote, shows. The reference runs on the CPU. Nearly all of the time goes into
-compiling kernels, so the cases are spread over processes. Without a GPU, TRITON_INTERPRET=1 runs them smaller, in Triton's
-interpreter (and the norms on their CPU kernels).
+It needs no pytest; the norms and activations need the compiled module. Each case runs twice, with uninitialised memory
+poisoned: an element that no one wrote, or that two programs wrote, shows. The reference runs on the CPU. Nearly all of the time
+goes into compiling kernels, so the cases are spread over processes. Without a GPU, TRITON_INTERPRET=1 runs them smaller, in
+Triton's interpreter (and the norms on their CPU kernels).
 """
 
 import argparse
