@@ -81,7 +81,6 @@ class Call:
         last = None if last >= self.S - 1 else max(last, -self.L)
         self.shape = Shape(self.H, self.H // self.kv_heads, self.L, self.S, first, last)
         threshold = keep_threshold(dropout_p)
-        self.scale = scale
         unit = LOG2E if bias is None else 1.0
         scoring = Scoring(
             scale=scale / softcap if softcap else scale * unit,
