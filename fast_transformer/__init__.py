@@ -1,12 +1,18 @@
 """fast_transformer: drop-in twins of torch.nn's Transformer modules on fused kernels."""
 
-from . import functional, nn
+from . import functional, masks, nn
 from .nn import (
+    AlibiBias,
     Dropout,
     DropoutAddLayerNorm,
     FusedLayerNorm,
     FusedRMSNorm,
+    KeyValueCache,
+    LearnedPositions,
     MultiheadAttention,
+    RelativePositionBias,
+    RotaryPositions,
+    SinusoidalPositions,
     Transformer,
     TransformerDecoder,
     TransformerDecoderLayer,
@@ -16,16 +22,23 @@ from .nn import (
 
 __version__ = "0.1.0"
 __all__ = [
+    "AlibiBias",
     "Dropout",
     "DropoutAddLayerNorm",
     "FusedLayerNorm",
     "FusedRMSNorm",
+    "KeyValueCache",
+    "LearnedPositions",
     "MultiheadAttention",
+    "RelativePositionBias",
+    "RotaryPositions",
+    "SinusoidalPositions",
     "Transformer",
     "TransformerDecoder",
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "functional",
+    "masks",
     "nn",
 ]

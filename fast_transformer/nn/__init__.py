@@ -1,8 +1,16 @@
 """Twins of torch.nn's Transformer modules: same constructors, parameters, state dicts and numbers, on fused kernels."""
 
+from .cache import DecoderLayerCache, KeyValueCache
 from .dropout import Dropout
 from .multihead_attention import MultiheadAttention
 from .norm import DropoutAddLayerNorm, FusedLayerNorm, FusedRMSNorm
+from .positions import (
+    AlibiBias,
+    LearnedPositions,
+    RelativePositionBias,
+    RotaryPositions,
+    SinusoidalPositions,
+)
 from .transformer import (
     Transformer,
     TransformerDecoder,
@@ -12,11 +20,18 @@ from .transformer import (
 )
 
 __all__ = [
+    "AlibiBias",
+    "DecoderLayerCache",
     "Dropout",
     "DropoutAddLayerNorm",
     "FusedLayerNorm",
     "FusedRMSNorm",
+    "KeyValueCache",
+    "LearnedPositions",
     "MultiheadAttention",
+    "RelativePositionBias",
+    "RotaryPositions",
+    "SinusoidalPositions",
     "Transformer",
     "TransformerDecoder",
     "TransformerDecoderLayer",

@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import functional
+from ..masks import causal_mask
 from ._nested import nest_like, pad_nested
 from ._scripted import scriptable
+from .cache import KeyValueCache
+from .positions import RotaryPositions, check_rotary
 
 
 def check_sizes(dropout: float, **sizes: int) -> None:
@@ -27,19 +30,26 @@ def check_sizes(dropout: float, **sizes: int) -> None:
     functional.check_probability("dropout", dropout)
 
 
-def causal_mask(L: int, S: int, device: torch.device) -> Tensor:
-    """Bool (L, S), True = hidden, as torch.nn's modules take it."""
-    return torch.ones(L, S, dtype=torch.bool, device=device).triu(1)
+def _broadcasts(x: Tensor, scores: tuple[int, ...]) -> bool:
+    return x.dim() == 4 and all(a in (1, b) for a, b in zip(x.shape, scores, strict=True))
 
 
-def _check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...]) -> None:
+def _check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...], scores: tuple[int, ...] | None = None) -> None:
+    """A mask has one of the shapes, or 4 dimensions that broadcast to `scores`."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"{name} must be a bool (True = hidden) or floating-point (added to the scores) tensor, got {kind}")
-    if mask.shape not in shapes:
-        raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}")
+    if mask.shape not in shapes and not (scores is not None and _broadcasts(mask, scores)):
+        also = "" if scores is None else f"4 dimensions that broadcast to {scores}, or "
+        raise ValueError(f"{name} must have {also}shape {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}")
+
+
+def _check_position_bias(bias: Tensor, scores: tuple[int, ...]) -> None:
+    functional.check_tensor("position_bias", bias)
+    if not _broadcasts(bias, scores):
+        raise ValueError(f"position_bias must broadcast to (N, num_heads, L, S) = {scores}, got {tuple(bias.shape)}")
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -53,6 +63,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             torch.nn.MultiheadAttention. dropout is in [0, 1).
         window: (left, right): a query sees keys at most that far before and after its position; None = no limit.
         softcap: scores become softcap * tanh(score / softcap).
+        rotary: turns queries and keys by their positions (RoFormer, Su et al. 2021); has no parameters.
 
     Raises:
         ValueError: a size, dropout, or a window beside add_bias_kv or add_zero_attn.
@@ -60,6 +71,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     window: tuple[int | None, int | None] | None = None  # on the class too: pickles of older objects lack them
     softcap: float | None = None
+    rotary: RotaryPositions | None = None
 
     def __init__(
         self,
@@ -77,6 +89,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         *,
         window: tuple[int | None, int | None] | None = None,
         softcap: float | None = None,
+        rotary: RotaryPositions | None = None,
     ) -> None:
         check_sizes(dropout, embed_dim=embed_dim, num_heads=num_heads)
         functional.check_window(window)
@@ -87,6 +100,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
         self.window, self.softcap = window, softcap
+        self.rotary = check_rotary(rotary, self.head_dim)
 
     def forward(
         self,
@@ -98,6 +112,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        position_bias: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of every query to the keys.
 
@@ -107,10 +124,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             value: like key, width vdim.
             key_padding_mask: (N, S), or (S,) without a batch. bool: True hides the key. Float: added to the scores.
             need_weights: also return the attention weights.
-            attn_mask: (L, S) or (N * num_heads, L, S). bool: True hides the key from the query. Float: added to the scores;
-                differentiable.
+            attn_mask: (L, S), (N * num_heads, L, S), or 4-D, broadcasting to (N, num_heads, L, S). bool: True hides the key
+                from the query. Float: added to the scores; differentiable.
             average_attn_weights: return the mean over the heads.
             is_causal: without attn_mask, query i sees keys up to i; beside attn_mask, a hint that changes nothing.
+            position_bias: float, 4-D, broadcasting to (N, num_heads, L, S); added to the scores; differentiable. Unlike a
+                float attn_mask it leaves is_causal in force.
+            cache: keys and values of earlier calls, see KeyValueCache. S counts them, also in masks; in self-attention query
+                i stands i positions behind the last of them.
 
         Returns:
             The output, shaped like query, and None or the weights after dropout: (N, L, S), or (N, num_heads, L, S) with
@@ -118,6 +139,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
         Raises:
             ValueError, TypeError: a shape or a mask does not fit; the text names it.
+            RuntimeError: a cache where gradients are recorded.
         """
         functional.check_tensor("query", query, nested=True)
         if not (query is key is value):
@@ -130,9 +152,19 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             nested = query
             query, key_padding_mask = pad_nested(nested, key_padding_mask, self.batch_first)
             key = value = query
-        self._check_inputs(query, key, value)
-        q, k, v = self._project(query, key, value)  # (N, H, L, D), (N, H, S, D) twice
+        offset = 0
+        if cache is None:
+            self._check_inputs(query, key, value)
+            q, k, v = self._project(query, key, value)  # (N, H, L, D), (N, H, S, D) twice
+        else:
+            q, k, v, offset = self._project_cached(query, key, value, cache)
+        beams = 1 if cache is None or len(q) == len(k) else len(q) // len(k)
+        if beams > 1:
+            q = self._fold_beams(q, beams, attn_mask, position_bias, is_causal)
         mask, bias = self._translate_masks(q, k, attn_mask, key_padding_mask, is_causal, batched=query.dim() == 3)
+        if position_bias is not None:
+            _check_position_bias(position_bias, (*q.shape[:3], k.shape[2]))
+            bias = position_bias if bias is None else bias + position_bias
         if self._appended_keys:
             k, v = self._append_keys(k, v)
         out = functional.attention(
@@ -142,12 +174,17 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             mask=mask,
             bias=bias,
             causal=bool(is_causal) and attn_mask is None and not self._appended_keys,
+            query_offset=offset,
             window=self.window,
             softcap=self.softcap,
             dropout_p=self.dropout if self.training else 0.0,
             return_weights=("mean" if average_attn_weights else "per_head") if need_weights else None,
         )
         out, weights = out if need_weights else (out, None)
+        if beams > 1:
+            out = out.unflatten(2, (beams, -1)).transpose(1, 2).flatten(0, 1)  # (N, H, L, D) again
+            if weights is not None:
+                weights = weights.unflatten(-2, (beams, -1)).movedim(-3, 1).flatten(0, 1)
         if query.dim() == 2:
             out, weights = out.transpose(1, 2)[0], None if weights is None else weights[0]  # (L, H, D)
         else:
@@ -155,9 +192,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         out = self.out_proj(out.flatten(-2))
         return (out if nested is None else nest_like(out, nested)), weights
 
-    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check_inputs(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> None:
         inputs = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
-        if query is key is value and self._qkv_same_embed_dim:
+        if key is None or (query is key is value and self._qkv_same_embed_dim):
             inputs = inputs[:1]
         for name, x, width in inputs:
             if x.dim() != query.dim() or x.dim() not in (2, 3):
@@ -167,6 +204,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 )
             if x.shape[-1] != width:
                 raise ValueError(f"{name} must have a last dimension of size {width}, got shape {tuple(x.shape)}")
+        if key is None:
+            return
         if key.shape[:-1] != value.shape[:-1]:
             raise ValueError(f"value must have the batch size and length of key, {tuple(key.shape)}, got {tuple(value.shape)}")
         batch = 0 if self.batch_first else 1
@@ -176,7 +215,38 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 f"(batch_first={self.batch_first}, query {tuple(query.shape)}, key {tuple(key.shape)})"
             )
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor, offset: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """The three projections, split into heads and turned by their positions, which start at `offset`."""
+        q, k, v = self._project_inputs(query, key, value)
+        if self.rotary is not None:
+            q, k = self.rotary(q, offset), self.rotary(k, offset)
+        return q, k, v
+
+    def _project_cached(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        """The projections, with keys and values from the cache; and the position of the first query."""
+        if self._appended_keys:
+            raise ValueError("cache must be None with add_bias_kv or add_zero_attn (keys without a position)")
+        if query is key:
+            offset = cache.length
+            self._check_inputs(query, key, value)
+            q, k, v = self._project(query, key, value, offset)
+            return q, *cache.append(k, v), offset
+        if cache.length == 0:
+            self._check_inputs(query, key, value)
+            q, k, v = self._project(query, key, value)
+            return q, *cache.append(k, v), 0
+        self._check_inputs(query)
+        weight, bias = self.in_proj_weight, self.in_proj_bias
+        weight = self.q_proj_weight if weight is None else weight[: self.embed_dim]
+        (q,) = self._heads(query, weight, None if bias is None else bias[: self.embed_dim])
+        k, v = cache.contents()
+        if len(q) % len(k) != 0:
+            raise ValueError(f"the batch size of query must be a multiple of the cache's, {len(k)}, got {len(q)}")
+        return q if self.rotary is None else self.rotary(q, 0), k, v, 0
+
+    def _project_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The three projections, split into heads; as few matrix products as there are different inputs."""
         weight, bias, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         if weight is not None and key is value:
@@ -204,7 +274,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ) -> tuple[Tensor | None, Tensor | None]:
         """torch.nn's two masks as `functional.attention` takes them: (mask, True = attend; bias), 4-D or (L, S)."""
         (N, H, L, _), S = q.shape, k.shape[2]
-        _check_mask("attn_mask", attn_mask, (L, S), (N * H, L, S))
+        _check_mask("attn_mask", attn_mask, (L, S), (N * H, L, S), scores=(N, H, L, S))
         _check_mask("key_padding_mask", key_padding_mask, (N, S) if batched else (S,))
         if attn_mask is None and is_causal and self._appended_keys:
             attn_mask = causal_mask(L, S, q.device)  # explicit, because appended keys are visible to every query
@@ -223,6 +293,14 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             else:
                 bias = mask if bias is None else bias + mask
         return None if hidden is None else ~hidden, bias
+
+    def _fold_beams(
+        self, q: Tensor, beams: int, attn_mask: Tensor | None, position_bias: Tensor | None, causal: bool
+    ) -> Tensor:
+        """(N * beams, H, L, D) -> (N, H, beams * L, D): the beams of a sequence share its keys, so they are its queries."""
+        if attn_mask is not None or position_bias is not None or causal:
+            raise ValueError(f"{beams} queries for each row of the cache allow for key_padding_mask, and for no other mask")
+        return q.unflatten(0, (-1, beams)).transpose(1, 2).flatten(2, 3)
 
     @property
     def _appended_keys(self) -> int:

@@ -7,7 +7,7 @@ pass (a hook, another module type, an overridden block method), the modules are 
 Both ways draw the same dropout masks from the same seed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -16,11 +16,14 @@ from torch import Tensor
 from torch.nn import LayerNorm, Module
 
 from .. import functional
+from ..masks import causal_mask
 from ._fusion import add, add_norm, fused_activation, fused_dropout
 from ._nested import nest_like, pad_nested
 from ._scripted import scriptable
+from .cache import DecoderLayerCache, KeyValueCache
 from .dropout import Dropout
-from .multihead_attention import MultiheadAttention, causal_mask, check_sizes
+from .multihead_attention import MultiheadAttention, check_sizes
+from .positions import RotaryPositions, check_rotary
 
 Activation = str | Callable[[Tensor], Tensor]
 
@@ -52,6 +55,17 @@ def _causality(
     return causal_mask(query.shape[length], key.shape[length], query.device), False
 
 
+def _given(**extras: Any) -> dict[str, Any]:
+    """Those that are not None: modules that know no extras work where none are asked for."""
+    return {name: value for name, value in extras.items() if value is not None}
+
+
+def _for_layers(cache: Sequence | None, layers: Sized) -> Sequence:
+    if cache is not None and len(cache) != len(layers):
+        raise ValueError(f"cache must have an entry for each of the {len(layers)} layers, got {len(cache)}")
+    return [None] * len(layers) if cache is None else cache
+
+
 class _Branches:
     """What encoder and decoder layer share. The whole blocks, _sa_block, _mha_block and _ff_block, are torch.nn's."""
 
@@ -64,13 +78,13 @@ class _Branches:
         dropout_p = fused_dropout(dropout)
         return (block, None) if overridden or dropout_p is None else (getattr(self, f"_{name}_branch"), dropout_p)
 
-    def _sa_branch(self, x, attn_mask, key_padding_mask, is_causal):
+    def _sa_branch(self, x, attn_mask, key_padding_mask, is_causal, **extras):
         masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
-        return self.self_attn(x, x, x, need_weights=False, **masks)[0]
+        return self.self_attn(x, x, x, need_weights=False, **masks, **extras)[0]
 
-    def _mha_branch(self, x, memory, attn_mask, key_padding_mask, is_causal):
+    def _mha_branch(self, x, memory, attn_mask, key_padding_mask, is_causal, **extras):
         masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
-        return self.multihead_attn(x, memory, memory, need_weights=False, **masks)[0]
+        return self.multihead_attn(x, memory, memory, need_weights=False, **masks, **extras)[0]
 
     def _ff_branch(self, x):
         h = self.linear1(x)
@@ -89,7 +103,7 @@ class TransformerEncoderLayer(_Branches, torch.nn.TransformerEncoderLayer):
 
     There is no separate inference path: train and eval run the same code, hooks fire in both.
 
-    Args: as in torch.nn.TransformerEncoderLayer. dropout is in [0, 1).
+    Args: as in torch.nn.TransformerEncoderLayer. dropout is in [0, 1). rotary: of the self-attention, see MultiheadAttention.
 
     Raises:
         ValueError: a size or dropout.
@@ -110,12 +124,15 @@ class TransformerEncoderLayer(_Branches, torch.nn.TransformerEncoderLayer):
         bias: bool = True,
         device=None,
         dtype=None,
+        *,
+        rotary: RotaryPositions | None = None,
     ) -> None:
         check_sizes(dropout, d_model=d_model, nhead=nhead)
         super().__init__(
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype
         )
         _become_twins(self)
+        self.self_attn.rotary = check_rotary(rotary, d_model // nhead)
 
     def forward(
         self,
@@ -123,6 +140,9 @@ class TransformerEncoderLayer(_Branches, torch.nn.TransformerEncoderLayer):
         src_mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
+        *,
+        position_bias: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """One layer.
 
@@ -131,6 +151,7 @@ class TransformerEncoderLayer(_Branches, torch.nn.TransformerEncoderLayer):
             src_mask: (L, L) or (N * nhead, L, L). bool: True = hidden. Float: added to the scores.
             src_key_padding_mask: (N, L), or (L,) without a batch; bool or float likewise.
             is_causal: without src_mask, position i sees positions up to i; beside src_mask it changes nothing.
+            position_bias, cache: as in MultiheadAttention.forward.
 
         Returns:
             A tensor like src.
@@ -143,14 +164,14 @@ class TransformerEncoderLayer(_Branches, torch.nn.TransformerEncoderLayer):
         if src.is_nested:
             x, src_key_padding_mask = pad_nested(src, src_key_padding_mask, _batch_first(self.self_attn))
         src_mask, is_causal = _causality([self.self_attn], src_mask, is_causal, x, x)
-        masks = (src_mask, src_key_padding_mask, is_causal)
+        masks, extras = (src_mask, src_key_padding_mask, is_causal), _given(position_bias=position_bias, cache=cache)
         attend, p1 = self._branch("sa", self.dropout1)
         feed_forward, p2 = self._branch("ff", self.dropout2)
         if self.norm_first:
-            h, x = add_norm(x, attend(self.norm1(x), *masks), p1, self.norm2, prenorm=True)
+            h, x = add_norm(x, attend(self.norm1(x), *masks, **extras), p1, self.norm2, prenorm=True)
             x = add(x, feed_forward(h), p2)
         else:
-            x = add_norm(x, attend(x, *masks), p1, self.norm1)
+            x = add_norm(x, attend(x, *masks, **extras), p1, self.norm1)
             x = add_norm(x, feed_forward(x), p2, self.norm2)
         return nest_like(x, src) if src.is_nested else x
 
@@ -158,7 +179,7 @@ class TransformerEncoderLayer(_Branches, torch.nn.TransformerEncoderLayer):
 class TransformerDecoderLayer(_Branches, torch.nn.TransformerDecoderLayer):
     """Drop-in torch.nn.TransformerDecoderLayer: self-attention, attention to the encoder's output, feed-forward.
 
-    Args: as in torch.nn.TransformerDecoderLayer. dropout is in [0, 1).
+    Args: as in torch.nn.TransformerDecoderLayer. dropout is in [0, 1). rotary: of the self-attention, see MultiheadAttention.
 
     Raises:
         ValueError: a size or dropout.
@@ -179,12 +200,15 @@ class TransformerDecoderLayer(_Branches, torch.nn.TransformerDecoderLayer):
         bias: bool = True,
         device=None,
         dtype=None,
+        *,
+        rotary: RotaryPositions | None = None,
     ) -> None:
         check_sizes(dropout, d_model=d_model, nhead=nhead)
         super().__init__(
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype
         )
         _become_twins(self)
+        self.self_attn.rotary = check_rotary(rotary, d_model // nhead)
 
     def forward(
         self,
@@ -196,6 +220,9 @@ class TransformerDecoderLayer(_Branches, torch.nn.TransformerDecoderLayer):
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
+        *,
+        position_bias: Tensor | None = None,
+        cache: DecoderLayerCache | None = None,
     ) -> Tensor:
         """One layer.
 
@@ -206,6 +233,8 @@ class TransformerDecoderLayer(_Branches, torch.nn.TransformerDecoderLayer):
             memory_mask, memory_key_padding_mask: (L, S) or (N * nhead, L, S); (N, S).
             tgt_is_causal, memory_is_causal: without a mask, position i sees positions up to i; beside a mask they change
                 nothing.
+            position_bias: of the self-attention, as in MultiheadAttention.forward.
+            cache: keys and values of earlier calls; memory is looked at in the first call only.
 
         Returns:
             A tensor like tgt.
@@ -220,15 +249,17 @@ class TransformerDecoderLayer(_Branches, torch.nn.TransformerDecoderLayer):
         memory_mask, memory_is_causal = _causality([self.multihead_attn], memory_mask, memory_is_causal, tgt, memory)
         masks = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         memory_masks = (memory_mask, memory_key_padding_mask, memory_is_causal)
+        self_cache, cross_cache = cache or (None, None)
+        extras, cross_extras = _given(position_bias=position_bias, cache=self_cache), _given(cache=cross_cache)
         attend, p1 = self._branch("sa", self.dropout1)
         cross_attend, p2 = self._branch("mha", self.dropout2)
         feed_forward, p3 = self._branch("ff", self.dropout3)
         if self.norm_first:
-            h, x = add_norm(x, attend(self.norm1(x), *masks), p1, self.norm2, prenorm=True)
-            h, x = add_norm(x, cross_attend(h, memory, *memory_masks), p2, self.norm3, prenorm=True)
+            h, x = add_norm(x, attend(self.norm1(x), *masks, **extras), p1, self.norm2, prenorm=True)
+            h, x = add_norm(x, cross_attend(h, memory, *memory_masks, **cross_extras), p2, self.norm3, prenorm=True)
             return add(x, feed_forward(h), p3)
-        x = add_norm(x, attend(x, *masks), p1, self.norm1)
-        x = add_norm(x, cross_attend(x, memory, *memory_masks), p2, self.norm2)
+        x = add_norm(x, attend(x, *masks, **extras), p1, self.norm1)
+        x = add_norm(x, cross_attend(x, memory, *memory_masks, **cross_extras), p2, self.norm2)
         return add_norm(x, feed_forward(x), p3, self.norm3)
 
 
@@ -256,13 +287,17 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         mask: Tensor | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
+        *,
+        position_bias: Tensor | None = None,
+        cache: Sequence[KeyValueCache] | None = None,
     ) -> Tensor:
-        """All layers in turn, then the norm; arguments as in TransformerEncoderLayer.forward."""
+        """All layers in turn, then the norm; arguments as in TransformerEncoderLayer.forward, cache: one for each layer."""
         functional.check_tensor("src", src, nested=True)
         mask, is_causal = _causality(self.layers, mask, is_causal, src, src)
         x = src
-        for layer in self.layers:
-            x = layer(x, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal)
+        masks = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": is_causal}
+        for layer, layer_cache in zip(self.layers, _for_layers(cache, self.layers), strict=True):
+            x = layer(x, **masks, **_given(position_bias=position_bias, cache=layer_cache))
         return x if self.norm is None else self.norm(x)
 
     __prepare_scriptable__ = scriptable
@@ -281,14 +316,17 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
         memory_key_padding_mask: Tensor | None = None,
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
+        *,
+        position_bias: Tensor | None = None,
+        cache: Sequence[DecoderLayerCache] | None = None,
     ) -> Tensor:
-        """All layers in turn, then the norm; arguments as in TransformerDecoderLayer.forward."""
+        """All layers in turn, then the norm; arguments as in TransformerDecoderLayer.forward, cache: one for each layer."""
         functional.check_tensor("tgt", tgt)
         functional.check_tensor("memory", memory)
         tgt_mask, tgt_is_causal = _causality(self.layers, tgt_mask, tgt_is_causal, tgt, tgt)
         memory_mask, memory_is_causal = _causality(self.layers, memory_mask, memory_is_causal, tgt, memory)
         x = tgt
-        for layer in self.layers:
+        for layer, layer_cache in zip(self.layers, _for_layers(cache, self.layers), strict=True):
             x = layer(
                 x,
                 memory,
@@ -298,6 +336,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
                 memory_key_padding_mask=memory_key_padding_mask,
                 tgt_is_causal=tgt_is_causal,
                 memory_is_causal=memory_is_causal,
+                **_given(position_bias=position_bias, cache=layer_cache),
             )
         return x if self.norm is None else self.norm(x)
 
@@ -307,7 +346,7 @@ class TransformerDecoder(torch.nn.TransformerDecoder):
 class Transformer(torch.nn.Transformer):
     """Drop-in torch.nn.Transformer: encoder and decoder of "Attention Is All You Need" (Vaswani et al. 2017, figure 1).
 
-    Args: as in torch.nn.Transformer. dropout is in [0, 1).
+    Args: as in torch.nn.Transformer. dropout is in [0, 1). rotary: of every self-attention, see MultiheadAttention.
 
     Raises:
         ValueError: a size or dropout.
@@ -330,15 +369,17 @@ class Transformer(torch.nn.Transformer):
         bias: bool = True,
         device=None,
         dtype=None,
+        *,
+        rotary: RotaryPositions | None = None,
     ) -> None:
         options = (d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias)
         factory = {"device": device, "dtype": dtype}
         if custom_encoder is None:  # the order in which torch.nn draws its random numbers: encoder, decoder, xavier for all
-            layer = TransformerEncoderLayer(*options, **factory)
+            layer = TransformerEncoderLayer(*options, **factory, rotary=rotary)
             norm = LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **factory)
             custom_encoder = TransformerEncoder(layer, num_encoder_layers, norm)
         if custom_decoder is None:
-            layer = TransformerDecoderLayer(*options, **factory)
+            layer = TransformerDecoderLayer(*options, **factory, rotary=rotary)
             norm = LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **factory)
             custom_decoder = TransformerDecoder(layer, num_decoder_layers, norm)
         super().__init__(d_model, nhead, custom_encoder=custom_encoder, custom_decoder=custom_decoder, batch_first=batch_first)

@@ -1,0 +1,68 @@
+"""Keys and values kept between the steps of a decoder, so that each step computes those of its new tokens only."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class KeyValueCache:
+    """The keys and values of one attention: room for them is made by doubling, so n steps copy O(n) elements.
+
+    In self-attention (query, key and value are one tensor) each call appends its keys. In cross-attention the first call's
+    stay: later calls compute queries only, and may have `beams` queries for each row of keys, row after row.
+
+    Args:
+        capacity: for how many tokens room is made at first.
+    """
+
+    def __init__(self, capacity: int = 64) -> None:
+        if not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(f"capacity must be an integer >= 1, got {capacity!r}")
+        self.length = 0
+        self._capacity = capacity
+        self._buffer: Tensor | None = None  # (2, N, H, capacity, D)
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds key and value (N, H, L, D) at the end; returns all of them, as views (N, H, length, D)."""
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise RuntimeError("a cache overwrites what gradients would need: decode under torch.no_grad()")
+        N, H, L, D = key.shape
+        start, self.length = self.length, self.length + L
+        if self._buffer is None:
+            self._capacity = max(self._capacity, self.length)
+            self._buffer = key.new_empty(2, N, H, self._capacity, D)
+        elif self._buffer.shape[1] != N:
+            raise ValueError(f"the cache holds keys of {self._buffer.shape[1]} sequences, got {N}")
+        elif self.length > self._capacity:
+            self._capacity = max(2 * self._capacity, self.length)
+            larger = key.new_empty(2, N, H, self._capacity, D)
+            larger[:, :, :, :start] = self._buffer[:, :, :, :start]
+            self._buffer = larger
+        self._buffer[0, :, :, start : self.length] = key
+        self._buffer[1, :, :, start : self.length] = value
+        return self.contents()
+
+    def contents(self) -> tuple[Tensor, Tensor]:
+        """The keys and the values, as views (N, H, length, D)."""
+        return self._buffer[0, :, :, : self.length], self._buffer[1, :, :, : self.length]
+
+    def reorder(self, rows: Tensor) -> None:
+        """Lets row i go on from what row rows[i] holds; rows (N,). Only rows that change are copied."""
+        if self._buffer is None:
+            return
+        changed = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
+        if len(changed):
+            self._buffer[:, changed, :, : self.length] = self._buffer[:, rows[changed], :, : self.length]
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps these rows only, in this order; rows (M,)."""
+        if self._buffer is not None:
+            self._buffer = self._buffer[:, rows]
+
+
+class DecoderLayerCache(NamedTuple):
+    """What a decoder layer keeps: the self-attention's keys grow, the cross-attention's are computed once."""
+
+    self_attention: KeyValueCache
+    cross_attention: KeyValueCache
