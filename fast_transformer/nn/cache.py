@@ -48,17 +48,18 @@ class KeyValueCache:
         return self._buffer[0, :, :, : self.length], self._buffer[1, :, :, : self.length]
 
     def reorder(self, rows: Tensor) -> None:
-        """Lets row i go on from what row rows[i] holds; rows (N,). Only rows that change are copied."""
+        """Lets row i go on from what row rows[i] holds; rows (M,). Where M is the number of rows, only those that change are
+        copied.
+        """
         if self._buffer is None:
             return
+        used = self._buffer[:, :, :, : self.length]
+        if len(rows) != self._buffer.shape[1]:
+            self._buffer = self._buffer.new_empty(2, len(rows), *self._buffer.shape[2:])
+            self._buffer[:, :, :, : self.length] = used[:, rows]
+            return
         changed = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
-        if len(changed):
-            self._buffer[:, changed, :, : self.length] = self._buffer[:, rows[changed], :, : self.length]
-
-    def select(self, rows: Tensor) -> None:
-        """Keeps these rows only, in this order; rows (M,)."""
-        if self._buffer is not None:
-            self._buffer = self._buffer[:, rows]
+        used[:, changed] = used[:, rows[changed]]
 
 
 class DecoderLayerCache(NamedTuple):
