@@ -104,7 +104,7 @@ def _run_for_weights(record: list[Tensor], average_heads: bool, module: Module, 
     device = call.arguments["query"].device
     generators = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
     autocast = {"enabled": torch.is_autocast_enabled(device.type), "dtype": torch.get_autocast_dtype(device.type)}
-    # Autocast's cache must not keep what is cast here: a parameter's copy made under no_grad has lost its way to the gradient.
+    # No cache: up to torch 2.10 or so, autocast would go on with the copies of parameters made here, which get no gradient.
     with torch.no_grad(), torch.random.fork_rng(**generators), torch.autocast(device.type, cache_enabled=False, **autocast):
         weights = module.forward(*call.args, **call.kwargs)[1]
     weights = weights.unsqueeze(-3) if average_heads else weights  # ([N,] H, L, S)

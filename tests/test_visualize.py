@@ -1,5 +1,6 @@
 """Pictures: recording attention changes nothing and records the right weights; drawings say what they should, for any text."""
 
+import contextlib
 import importlib
 import math
 import sys
@@ -168,21 +169,22 @@ def test_hooks_go_after_an_exception():
     assert not hooks(model) and len(weights[CROSS[0]]) == 1
 
 
-def test_autocast_and_checkpointing_keep_their_gradients():
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpoint"])
+def test_autocast_and_checkpointing_keep_their_gradients(checkpointed):
     model, (source, target) = transformer(), sentences()
 
-    def gradients(capture):
+    def gradients(context):
         torch.manual_seed(1)
         with torch.autocast("cpu", torch.bfloat16):
-            if capture:
-                with capture_attention(model) as weights:
-                    out = checkpoint(model, source, target, use_reentrant=False)
-                assert weights[CROSS[0]][0].dtype == torch.bfloat16
-            else:
-                out = checkpoint(model, source, target, use_reentrant=False)
+            with context:
+                out = checkpoint(model, source, target, use_reentrant=False) if checkpointed else model(source, target)
         return torch.autograd.grad(out.sum(), [source, target, *model.parameters()])
 
-    assert equal(gradients(False), gradients(True))
+    with capture_attention(model) as weights:
+        inside = gradients(contextlib.nullcontext())
+    assert weights[CROSS[0]][0].dtype == torch.bfloat16
+    assert equal(gradients(contextlib.nullcontext()), inside)
+    assert equal(gradients(capture_attention(model)), inside)  # without hooks when backward computes the block again
 
 
 def test_a_block_without_a_call_warns():
