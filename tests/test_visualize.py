@@ -346,6 +346,18 @@ def test_positions_picture(path):
     assert (axes.get_title(), axes.get_ylabel(), axes.get_xlabel()) == ("positions", "position", "dimension")
 
 
+@torch.no_grad()
+def test_capturing_adds_nothing_to_a_cache():
+    attention, x = ft.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 5, 16)
+    plain, captured = ft.KeyValueCache(), ft.KeyValueCache()
+    for token in x.split(1, dim=1):
+        out = attention(token, token, token, cache=plain)[0]
+        with capture_attention(attention) as weights:
+            assert torch.equal(attention(token, token, token, cache=captured)[0], out)
+        assert weights["MultiheadAttention"][0].shape == (2, 2, 1, captured.length)
+    assert captured.length == 5
+
+
 def test_pyplot_is_not_touched(monkeypatch, path):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it fails
     plot_attention_grid(random_weights(2, 3, 4), path=path)
@@ -353,7 +365,8 @@ def test_pyplot_is_not_touched(monkeypatch, path):
 
 def test_without_matplotlib_the_import_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "fast_transformer.visualize")
+    for module in ("", ".plots"):
+        monkeypatch.delitem(sys.modules, f"fast_transformer.visualize{module}")
     with pytest.raises(ImportError, match=r'pictures need matplotlib: pip install "fast-transformer-kernels\[viz\]"'):
         importlib.import_module("fast_transformer.visualize")
 

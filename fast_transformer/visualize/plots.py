@@ -1,8 +1,4 @@
-"""Pictures of attention: weights, masks and positions (`pip install "fast-transformer-kernels[viz]"`).
-
-    with capture_attention(model) as weights:
-        model(source, target)
-    plot_attention_grid(weights["decoder.layers.0.multihead_attn"][0], target_tokens, source_tokens, path="heads.png")
+"""Heat maps of attention weights, masks and positions.
 
 Every function draws into new axes, or into `axes`; saves the figure if there is a `path`; and returns the axes, whose `.figure`
 is the figure. Nothing goes through pyplot: no state, no window, no choice of a backend. Rows are queries, columns are keys.
@@ -12,26 +8,18 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 
+import matplotlib
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from torch import Tensor
 
-from . import functional
-from ._capture import capture_attention
-
-try:
-    import matplotlib
-    from matplotlib.axes import Axes
-    from matplotlib.colors import LinearSegmentedColormap
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-except ImportError as error:
-    raise ImportError(f'pictures need {error.name}: pip install "fast-transformer-kernels[viz]"') from error
-
-from ._text import printable, shorten, visible
-
-__all__ = ["capture_attention", "plot_attention", "plot_attention_grid", "plot_mask", "plot_positions"]
+from .. import functional
+from .text import printable, shorten, visible
 
 Path = str | os.PathLike | None
 COLORS = "YlGnBu"

@@ -6,6 +6,7 @@ touched. (To change the arguments of its own call would: a call that returns no 
 results differ in the last bits.)
 """
 
+import copy
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
@@ -101,6 +102,8 @@ def _choose(model: Module, layers: Layers | None) -> dict[str, Module]:
 def _run_for_weights(record: list[Tensor], average_heads: bool, module: Module, args: tuple, kwargs: dict) -> None:
     call = inspect.signature(module.forward).bind(*args, **kwargs)
     call.arguments.update(need_weights=True, average_attn_weights=average_heads)
+    if call.arguments.get("cache") is not None:
+        call.arguments["cache"] = copy.deepcopy(call.arguments["cache"])  # this pass must not add its keys to it
     device = call.arguments["query"].device
     generators = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
     autocast = {"enabled": torch.is_autocast_enabled(device.type), "dtype": torch.get_autocast_dtype(device.type)}
