@@ -2,6 +2,7 @@
 
 from . import functional, masks, nn
 from .nn import (
+    AdditiveAttention,
     AlibiBias,
     Dropout,
     DropoutAddLayerNorm,
@@ -9,6 +10,7 @@ from .nn import (
     FusedRMSNorm,
     KeyValueCache,
     LearnedPositions,
+    LuongAttention,
     MultiheadAttention,
     RelativePositionBias,
     RotaryPositions,
@@ -23,12 +25,14 @@ from .nn import (
 __version__ = "0.1.0"
 __all__ = [
     "AlibiBias",
+    "AdditiveAttention",
     "Dropout",
     "DropoutAddLayerNorm",
     "FusedLayerNorm",
     "FusedRMSNorm",
     "KeyValueCache",
     "LearnedPositions",
+    "LuongAttention",
     "MultiheadAttention",
     "RelativePositionBias",
     "RotaryPositions",

@@ -104,8 +104,20 @@ def check_window(window: tuple[int | None, int | None] | None) -> None:
 
 
 def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    if x.dim() > 4 or any(a not in (1, b) for a, b in zip(reversed(x.shape), reversed(shape), strict=False)):
-        raise ValueError(f"{name} must broadcast to (B, H, L, S) = {shape}, got {tuple(x.shape)}")
+    if x.dim() > len(shape) or any(a not in (1, b) for a, b in zip(reversed(x.shape), reversed(shape), strict=False)):
+        sizes = "(B, H, L, S)" if len(shape) == 4 else "(B, L, S)"
+        raise ValueError(f"{name} must broadcast to {sizes} = {shape}, got {tuple(x.shape)}")
+
+
+def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, ...], otherwise: str = "") -> None:
+    """otherwise: what to do with a mask that is not bool."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be a bool tensor (True = attend), got {kind}{otherwise}")
+    _check_dense("mask", mask)
+    if mask.device != query.device:
+        raise ValueError(f"mask must be on {query.device} like query, got {mask.device}")
+    _check_broadcast("mask", mask, scores)
 
 
 def _fit(query, key, value) -> bool:
@@ -147,13 +159,7 @@ def _check_attention(query, key, value, mask, bias, causal, query_offset, window
     if mask is not None or bias is not None:
         scores = (*query.shape[:3], key.shape[2])
     if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise TypeError(f"mask must be a bool tensor (True = attend), got {kind}; additive scores go into bias=")
-        _check_dense("mask", mask)
-        if mask.device != query.device:
-            raise ValueError(f"mask must be on {query.device} like query, got {mask.device}")
-        _check_broadcast("mask", mask, scores)
+        _check_mask(mask, query, scores, "; additive scores go into bias=")
     if bias is not None:
         check_tensor("bias", bias, like=query)
         _check_broadcast("bias", bias, scores)
@@ -166,6 +172,36 @@ def _check_attention(query, key, value, mask, bias, causal, query_offset, window
     check_window(window)
     if return_weights not in (None, "mean", "per_head"):
         raise ValueError(f'return_weights must be None, "mean" or "per_head", got {return_weights!r}')
+
+
+def _check_additive_attention(query, key, value, weight, mask) -> None:
+    check_tensor("query", query)
+    for name, x, sizes in (
+        ("query", query, "batch, length, size"),
+        ("key", key, "batch, length, size"),
+        ("value", value, "batch, length, size"),
+        ("weight", weight, "size,"),
+    ):
+        check_tensor(name, x, like=query)
+        if x.dim() != (1 if x is weight else 3):
+            raise ValueError(f"{name} must have shape ({sizes}), got {tuple(x.shape)}")
+    if not query.dtype == key.dtype == value.dtype == weight.dtype:
+        dtypes = f"{query.dtype}, {key.dtype}, {value.dtype}, {weight.dtype}"
+        raise TypeError(f"query, key, value and weight must have one dtype, got {dtypes}")
+    (B, L, D), S = query.shape, key.shape[1]
+    if key.shape[0] != B or key.shape[2] != D:
+        raise ValueError(
+            f"key must have the batch size and last size of query, {B} and {D}; "
+            f"got query {tuple(query.shape)}, key {tuple(key.shape)}"
+        )
+    if value.shape[:2] != key.shape[:2]:
+        raise ValueError(f"value must be (B, S, Dv) = {(B, S)} + (Dv,) like key, got {tuple(value.shape)}")
+    if D == 0 or value.shape[2] == 0:
+        raise ValueError(f"sizes must be at least 1, got {D} for query and key, {value.shape[2]} for value")
+    if weight.shape != (D,):
+        raise ValueError(f"weight must have shape ({D},), the last size of query, got {tuple(weight.shape)}")
+    if mask is not None:
+        _check_mask(mask, query, (B, L, S))
 
 
 def _rows_fit(x, residual, weight, bias) -> bool:
@@ -249,18 +285,22 @@ def _why_not_cpu(x: Tensor, *others: Tensor | None) -> str | None:
     return _transform_active(x, *others)
 
 
-def _why_not_triton(query: Tensor, value: Tensor, *others: Tensor | None) -> str | None:
+def _why_not_triton(x: Tensor, *others: Tensor | None) -> str | None:
     if ops.triton_missing is not None:
         return ops.triton_missing
-    if not query.is_cuda and not ops.triton_interpreted():
-        return f"the tensors are on {query.device}"
-    if query.is_cuda and (reason := _too_old(query.device.index)) is not None:
+    if not x.is_cuda and not ops.triton_interpreted():
+        return f"the tensors are on {x.device}"
+    if x.is_cuda and (reason := _too_old(x.device.index)) is not None:
         return reason
-    if query.dtype not in _TRITON_DTYPES:
-        return f"no kernel for {query.dtype}"
+    if x.dtype not in _TRITON_DTYPES:
+        return f"no kernel for {x.dtype}"
+    return _transform_active(x, *others)
+
+
+def _why_not_triton_attention(query: Tensor, value: Tensor, *others: Tensor | None) -> str | None:
     if max(query.shape[3], value.shape[3]) > 256:
         return f"head_dim is at most 256, got {query.shape[3]} for query and key, {value.shape[3]} for value"
-    return _transform_active(query, value, *others)
+    return _why_not_triton(query, value, *others)
 
 
 def _too_old(index: int) -> str | None:
@@ -410,7 +450,7 @@ def attention(
     _check_backend(backend, "cpu", "triton", "reference")
     if _use("cpu", backend, _why_not_cpu(query, key, value, bias)):
         op = ops.attention
-    elif (query.is_cuda or backend == "triton") and _use("triton", backend, _why_not_triton(query, value, key, bias)):
+    elif (query.is_cuda or backend == "triton") and _use("triton", backend, _why_not_triton_attention(query, value, key, bias)):
         op = ops.attention_triton
     else:
         op = reference.attention
@@ -430,6 +470,45 @@ def attention(
         return_weights=return_weights,
         return_lse=return_lse,
     )
+
+
+def additive_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    *,
+    mask: Tensor | None = None,
+    return_weights: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scores) · value with scores[b, l, s] = weight · tanh(query[b, l] + key[b, s]) (Bahdanau et al. 2015, A.1.2).
+
+    The B × L × S × D hyperbolic tangents exist nowhere at once: backward computes them again. Scores are float32 (float64 for
+    float64). A query that may attend to nothing gives output 0, weights 0 and zero gradients, never NaN. Under autocast query,
+    key, value and weight are cast as those of `attention`.
+
+    Args:
+        query: (B, L, D), already projected, any strides.
+        key: (B, S, D), already projected.
+        value: (B, S, Dv).
+        weight: (D,), the vector v of the paper.
+        mask: bool, broadcastable to (B, L, S), **True = attend**; padding of shape (B, S) goes in as `mask[:, None]`.
+        return_weights: also return the attention weights, (B, L, S), differentiable.
+        backend: None or "reference".
+
+    Returns:
+        (B, L, Dv) in query's dtype; with `return_weights` the tuple (that, weights (B, L, S) in query's dtype).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
+    """
+    query, key, value, weight = _autocast(query, key, value, weight)
+    _check_additive_attention(query, key, value, weight, mask)
+    _check_flag("return_weights", return_weights)
+    _check_backend(backend, "reference")
+    scores = reference.additive_scores(query, key, weight)
+    return reference.weighted_values(scores, value, mask=mask, return_weights=return_weights)
 
 
 def dropout_add_layer_norm(

@@ -201,3 +201,30 @@ def attention(
     if return_lse:
         extras.append(clear(scores.logsumexp(-1, keepdim=True), -math.inf)[..., 0])
     return (out, *extras) if extras else out
+
+
+def additive_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
+    """weight · tanh(query + key) for each query (B, L, D) and key (B, S, D): (B, L, S), float32 or float64."""
+    hidden = torch.tanh(wide(query)[:, :, None] + wide(key)[:, None])  # (B, L, S, D)
+    return _matmul(hidden, wide(weight))
+
+
+def weighted_values(
+    scores: Tensor, value: Tensor, *, mask: Tensor | None, return_weights: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scores) · value, scores (B, L, S) float32 or float64, value (B, S, Dv); 0 where the mask shows a row nothing."""
+    if mask is None:
+        weights = scores.softmax(-1)
+    else:
+        blind = ~mask.any(-1, keepdim=True)  # gets its scores as they are, so that nothing divides by 0, and weights of 0
+        weights = scores.masked_fill(~(mask | blind), -math.inf).softmax(-1).masked_fill(blind, 0.0)
+    out = _matmul(weights, wide(value)).to(value.dtype)
+    return (out, weights.to(value.dtype)) if return_weights else out
+
+
+def additive_attention(
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, *, mask: Tensor | None, return_weights: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention by a network with one hidden layer (Bahdanau et al. 2015, appendix A.1.2)."""
+    scores = additive_scores(query, key, weight)
+    return weighted_values(scores, value, mask=mask, return_weights=return_weights)

@@ -1,6 +1,10 @@
-"""Twins of torch.nn's Transformer modules: same constructors, parameters, state dicts and numbers, on fused kernels."""
+"""Twins of torch.nn's Transformer modules: same constructors, parameters, state dicts and numbers, on fused kernels.
 
 from .cache import DecoderLayerCache, KeyValueCache
+And the attention of recurrent models, which torch.nn has not.
+"""
+
+from .additive_attention import AdditiveAttention, LuongAttention
 from .dropout import Dropout
 from .multihead_attention import MultiheadAttention
 from .norm import DropoutAddLayerNorm, FusedLayerNorm, FusedRMSNorm
@@ -22,12 +26,14 @@ from .transformer import (
 __all__ = [
     "AlibiBias",
     "DecoderLayerCache",
+    "AdditiveAttention",
     "Dropout",
     "DropoutAddLayerNorm",
     "FusedLayerNorm",
     "FusedRMSNorm",
     "KeyValueCache",
     "LearnedPositions",
+    "LuongAttention",
     "MultiheadAttention",
     "RelativePositionBias",
     "RotaryPositions",

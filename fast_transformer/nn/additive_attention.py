@@ -1,0 +1,138 @@
+"""The attention of recurrent encoder-decoders: Bahdanau's and Luong's.
+
+A recurrent decoder asks step by step, with a new query over the same keys, so what depends on the keys alone can be done once:
+
+    attention = AdditiveAttention(query_size=512, key_size=1024, hidden_size=256)
+    context, weights = attention(query, key, mask=mask)                 # all steps at once, query (B, L, 512)
+    projected = attention.project_key(key)                              # or once, and then in every step
+    context, weights = attention.attend(state, projected, key, mask)    # state (B, 512)
+"""
+
+import torch
+from torch import Tensor, nn
+
+from .. import functional
+
+
+class _RecurrentAttention(nn.Module):
+    """What both have in common: (query, key, value, mask) in, (context, weights) out, in one or in many steps."""
+
+    def __init__(self, query_size: int, key_size: int):
+        super().__init__()
+        self.query_size, self.key_size = query_size, key_size
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The mean of the values under weights that compare the query with each key.
+
+        Args:
+            query: (B, L, query_size), or (B, query_size) for one step.
+            key: (B, S, key_size), the states of an encoder.
+            value: (B, S, Dv); None: the keys.
+            mask: bool, **True = attend**: (B, S), or with a query of three dimensions also (B, L, S). A query that may attend
+                to nothing gets context 0 and weights 0.
+
+        Returns:
+            context (B, L, Dv) and weights (B, L, S); for one step (B, Dv) and (B, S).
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the text names it.
+        """
+        return self.attend(query, self.project_key(key), key if value is None else value, mask)
+
+    def project_key(self, key: Tensor) -> Tensor:
+        """The part of the scores that depends on the keys (B, S, key_size) alone: compute it once for all steps."""
+        _check_sizes("key", key, self.key_size, (3,))
+        return self._project_key(key)
+
+    def attend(self, query: Tensor, projected_key: Tensor, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`forward` with keys that went through `project_key` before, and with values (to weigh the keys pass the keys)."""
+        _check_sizes("query", query, self.query_size, (2, 3))
+        step = query.dim() == 2
+        if isinstance(mask, Tensor):
+            if mask.dim() != 2 and (step or mask.dim() != 3):
+                expected = "(B, S)" if step else "(B, S) or (B, L, S)"
+                raise ValueError(f"mask must have shape {expected}, got {tuple(mask.shape)}")
+            mask = mask[:, None] if mask.dim() == 2 else mask  # (B, 1 or L, S)
+        context, weights = self._attend(query[:, None] if step else query, projected_key, value, mask)
+        return (context[:, 0], weights[:, 0]) if step else (context, weights)
+
+    def extra_repr(self) -> str:
+        return f"query_size={self.query_size}, key_size={self.key_size}"
+
+
+def _check_sizes(name: str, x: Tensor, size: int, dims: tuple[int, ...]) -> None:
+    functional.check_tensor(name, x)
+    if x.dim() not in dims or x.shape[-1] != size:
+        expected = " or ".join("(batch, length, {})" if d == 3 else "(batch, {})" for d in dims).replace("{}", str(size))
+        raise ValueError(f"{name} must have shape {expected}, got {tuple(x.shape)}")
+
+
+class AdditiveAttention(_RecurrentAttention):
+    """Scores v · tanh(W query + U key) (Bahdanau et al. 2015, appendix A.1.2), W, U and v without a bias.
+
+    Args:
+        query_size: of the decoder's states; the paper takes the previous one.
+        key_size: of the encoder's states.
+        hidden_size: of W query + U key.
+    """
+
+    def __init__(self, query_size: int, key_size: int, hidden_size: int, device=None, dtype=None):
+        super().__init__(query_size, key_size)
+        self.query_projection = nn.Linear(query_size, hidden_size, bias=False, device=device, dtype=dtype)  # W
+        self.key_projection = nn.Linear(key_size, hidden_size, bias=False, device=device, dtype=dtype)  # U
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))  # v
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.query_projection.reset_parameters()
+        self.key_projection.reset_parameters()
+        bound = self.weight.numel() ** -0.5  # as nn.Linear(hidden_size, 1)
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def _project_key(self, key: Tensor) -> Tensor:
+        return self.key_projection(key)  # (B, S, hidden)
+
+    def _attend(self, query, projected_key, value, mask):
+        query = self.query_projection(query)  # (B, L, hidden)
+        return functional.additive_attention(query, projected_key, value, self.weight, mask=mask, return_weights=True)
+
+
+class LuongAttention(_RecurrentAttention):
+    """Scores of a query, the decoder's current state, and a key (Luong et al. 2015, section 3.1).
+
+    Args:
+        query_size: of the decoder's states.
+        key_size: of the encoder's states.
+        score: "dot": query · key, of one size; "general": query · W key; "concat": v · tanh(W [query; key]), with a hidden
+            layer of query_size.
+    """
+
+    def __init__(self, query_size: int, key_size: int, score: str = "dot", device=None, dtype=None):
+        if score not in ("dot", "general", "concat"):
+            raise ValueError(f'score must be "dot", "general" or "concat", got {score!r}')
+        if score == "dot" and query_size != key_size:
+            raise ValueError(f'score="dot" needs query_size and key_size to be equal, got {query_size} and {key_size}')
+        super().__init__(query_size, key_size)
+        self.score = score
+        if score == "general":
+            self.key_projection = nn.Linear(key_size, query_size, bias=False, device=device, dtype=dtype)
+        elif score == "concat":  # W [query; key] = W1 query + W2 key
+            self.additive = AdditiveAttention(query_size, key_size, query_size, device=device, dtype=dtype)
+
+    def _project_key(self, key: Tensor) -> Tensor:
+        if self.score == "concat":
+            return self.additive.project_key(key)  # (B, S, query_size), as the others'
+        return self.key_projection(key) if self.score == "general" else key
+
+    def _attend(self, query, projected_key, value, mask):
+        if self.score == "concat":
+            return self.additive.attend(query, projected_key, value, mask)
+        heads = (x[:, None] for x in (query, projected_key, value))  # (B, 1, length, size)
+        mask = None if mask is None else mask[:, None]  # (B, 1, 1 or L, S)
+        context, weights = functional.attention(*heads, mask=mask, scale=1.0, return_weights="mean")
+        return context[:, 0], weights
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, score={self.score!r}"
