@@ -21,6 +21,11 @@ TORCH_LIBRARY(fast_transformer, m) {
       "Tensor? mask, Tensor? bias, SymInt first, SymInt last, float scale, float softcap, float dropout_p, Tensor? seed, "
       "str? return_weights, Tensor out, Tensor lse, bool bias_grad) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_bias)");
+  // The result is float32, for float64 inputs float64.
+  m.def("additive_scores(Tensor query, Tensor key, Tensor weight) -> Tensor");
+  m.def(
+      "additive_scores_backward(Tensor grad, Tensor query, Tensor key, Tensor weight) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_weight)");
   m.def("activation_dropout(Tensor x, Tensor? bias, str activation, float dropout_p, Tensor? seed) -> Tensor");
   m.def(
       "activation_dropout_backward(Tensor grad, Tensor? x, Tensor? bias, str activation, float dropout_p, Tensor? seed, "
@@ -69,6 +74,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", build_info, "Versions and instruction sets this module was built for, and those in use.");
   m.def("use_level", ft::use_level, pybind11::arg("name"), "Run the CPU kernels of one of build_info()['cpu_levels'].");
   expose(m, "attention", ft::find_op<ft::AttentionOp>("fast_transformer::attention"));
+  expose(m, "additive_scores", ft::find_op<ft::AdditiveScoresOp>("fast_transformer::additive_scores"));
   expose(m, "activation_dropout", ft::find_op<ft::ActivationDropoutOp>("fast_transformer::activation_dropout"));
   expose(m, "dropout_add_layer_norm", ft::find_op<ft::DropoutAddLayerNormOp>("fast_transformer::dropout_add_layer_norm"));
   m.def("philox4x32", philox4x32, pybind11::arg("counter"), pybind11::arg("key"), pybind11::arg("rounds") = ft::kPhiloxRounds,

@@ -21,6 +21,9 @@ using AttentionBackwardOp = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::T
     const at::Tensor&, const OptionalTensor&, const OptionalTensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
     const OptionalTensor&, const OptionalTensor&, SymInt, SymInt, double, double, double, const OptionalTensor&, const Text&,
     const at::Tensor&, const at::Tensor&, bool);
+using AdditiveScoresOp = at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&);
+using AdditiveScoresBackwardOp = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&,
+                                                                                const at::Tensor&, const at::Tensor&);
 using ActivationDropoutOp = at::Tensor(const at::Tensor&, const OptionalTensor&, const std::string&, double,
                                        const OptionalTensor&);
 using ActivationDropoutBackwardOp = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const OptionalTensor&,

@@ -368,10 +368,10 @@ def backends() -> None:
         without_triton = _too_old(torch.cuda.current_device()) if torch.cuda.is_available() else "torch sees no GPU"
     triton = "for CUDA and ROCm tensors" if without_triton is None else f"not active: {without_triton}"
     fallback = "for everything else: other devices and dtypes, torch.func transforms, forward-mode AD"
-    for op in ("attention", "dropout_add_layer_norm, dropout_add_rms_norm", "activation_dropout, dropout"):
+    for op in ("attention, additive_attention", "dropout_add_layer_norm, dropout_add_rms_norm", "activation_dropout, dropout"):
         print(op)
         print(f"  cpu        {kernels}")
-        print(f"  triton     {triton}" if op == "attention" else f"  cuda       {cuda}")
+        print(f"  triton     {triton}" if op.startswith("attention") else f"  cuda       {cuda}")
         print(f"  reference  {fallback}")
 
 
@@ -495,7 +495,7 @@ def additive_attention(
         weight: (D,), the vector v of the paper.
         mask: bool, broadcastable to (B, L, S), **True = attend**; padding of shape (B, S) goes in as `mask[:, None]`.
         return_weights: also return the attention weights, (B, L, S), differentiable.
-        backend: None or "reference".
+        backend: None chooses; "cpu", "triton" or "reference" insists.
 
     Returns:
         (B, L, Dv) in query's dtype; with `return_weights` the tuple (that, weights (B, L, S) in query's dtype).
@@ -506,8 +506,13 @@ def additive_attention(
     query, key, value, weight = _autocast(query, key, value, weight)
     _check_additive_attention(query, key, value, weight, mask)
     _check_flag("return_weights", return_weights)
-    _check_backend(backend, "reference")
-    scores = reference.additive_scores(query, key, weight)
+    _check_backend(backend, "cpu", "triton", "reference")
+    if _use("cpu", backend, _why_not_cpu(query, key, value, weight)):
+        scores = ops.additive_scores(query, key, weight)
+    elif (query.is_cuda or backend == "triton") and _use("triton", backend, _why_not_triton(query, key, value, weight)):
+        scores = ops.additive_scores_triton(query, key, weight)
+    else:
+        scores = reference.additive_scores(query, key, weight)
     return reference.weighted_values(scores, value, mask=mask, return_weights=return_weights)
 
 

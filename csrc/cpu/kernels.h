@@ -97,6 +97,27 @@ struct AttentionBackward : AttentionProblem {
 // Queries and keys in a block of attention; backward works on half as many keys.
 constexpr int kQueries = 64, kKeys = 128, kBackwardKeys = 64;
 
+// scores[l, s] = sum over d of weight[d] tanh(query[l, d] + key[s, d]), batch by batch.
+struct AdditiveProblem {
+  ConstHeads query, key;  // (batch, 1, L, D), (batch, 1, S, D)
+  const void* weight;     // (D)
+  int64_t batch, L, S, D;
+};
+
+// A task is kAdditiveQueries queries and kAdditiveKeys keys of one batch.
+struct AdditiveForward : AdditiveProblem {
+  void* scores;  // (batch, L, S) compute
+};
+
+// A task is kAdditiveColumns of the D columns of one batch.
+struct AdditiveBackward : AdditiveProblem {
+  const void* grad;             // (batch, L, S) compute
+  void *grad_query, *grad_key;  // (batch, L, D), (batch, S, D)
+  void* weight_partials;        // (batch, D) compute: weight's gradient of each batch
+};
+
+constexpr int64_t kAdditiveQueries = 16, kAdditiveKeys = 64, kAdditiveColumns = 16;
+
 // Columns of a row that one task of an elementwise kernel takes.
 constexpr int64_t kChunk = 4096;
 inline int64_t chunks_per_row(int64_t n) { return (n + kChunk - 1) / kChunk; }
@@ -113,6 +134,8 @@ struct Kernels {
   void (*attention_weights[kDTypes])(const AttentionWeights&, int64_t begin_task, int64_t end_task);
   void (*attention_weight_sums[kDTypes])(const AttentionWeightSums&, int64_t begin_task, int64_t end_task);
   void (*attention_backward[kDTypes])(const AttentionBackward&, int64_t begin_task, int64_t end_task);
+  void (*additive_forward[kDTypes])(const AdditiveForward&, int64_t begin_task, int64_t end_task);
+  void (*additive_backward[kDTypes])(const AdditiveBackward&, int64_t begin_task, int64_t end_task);
   void (*sum_blocks[kDTypes])(const void* partials, void* out, int64_t count, int64_t n);
 };
 

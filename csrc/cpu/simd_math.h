@@ -55,18 +55,21 @@ inline Vec<double> exp(Vec<double> x) {
   return per_lane(x, [](double v) { return ::exp(v); });
 }
 
+// 2^x for |x| <= 1/2 to a relative error of 1.6e-8, exact at 0.
+constexpr float kExp2[] = {1.0f,           0x1.62e430p-1f,  0x1.ebfbdcp-3f, 0x1.c6aee8p-5f,
+                           0x1.3b2d4cp-7f, 0x1.5f3e52p-10f, 0x1.41fbbcp-13f};
+
 // 2^x to 1.3 units of 2^-24; exactly 0 at -inf, NaN stays NaN. Minimax polynomials of degree 6 with p(0) = 1.
 inline Vec<float> exp2(Vec<float> x) {
 #if defined(FT_AVX512)  // the instructions do the ends of the range: reduce gives x - floor(x), scalef multiplies by 2^floor(x)
   const float p[] = {1.0f, 0x1.62e42cp-1f, 0x1.ebfd58p-3f, 0x1.c68912p-5f, 0x1.3d0b92p-7f, 0x1.46d64ep-10f, 0x1.c54174p-13f};
   return times_power(polynomial(p, (Vec<float>)_mm512_reduce_ps((__m512)x, 1)), x);
 #else
-  const float p[] = {1.0f, 0x1.62e430p-1f, 0x1.ebfbdcp-3f, 0x1.c6aee8p-5f, 0x1.3b2d4cp-7f, 0x1.5f3e52p-10f, 0x1.41fbbcp-13f};
   const Vec<float> lowest = splat<float>(-151.0f), highest = splat<float>(129.0f);
   x = x < lowest ? lowest : x;
   x = x > highest ? highest : x;
   const Vec<float> n = (x + 0x1.8p23f) - 0x1.8p23f;
-  return times_power(polynomial(p, x - n), n);
+  return times_power(polynomial(kExp2, x - n), n);
 #endif
 }
 
@@ -88,20 +91,6 @@ inline Vec<double> log(Vec<double> x) {
   return per_lane(x, [](double v) { return ::log(v); });
 }
 
-// tanh(x) = t / (t + 2) for t = exp(2 |x|) - 1, which is computed without cancellation: right for small x too.
-inline Vec<float> tanh(Vec<float> x) {
-  Vec<float> y = x < 0 ? -2 * x : 2 * x;
-  y = y > 20.0f ? splat<float>(20.0f) : y;
-  Vec<float> n;
-  const Vec<float> r = reduce(y, n);
-  const Vec<float> power = (Vec<float>)((__builtin_convertvector(n, Ints<float>) + 127) << 23);
-  const Vec<float> t = power * (r * polynomial(kExpm1, r)) + (power - 1), result = t / (t + 2);
-  return x < 0 ? -result : result;
-}
-inline Vec<double> tanh(Vec<double> x) {
-  return per_lane(x, [](double v) { return ::tanh(v); });
-}
-
 // 1 / x to one or two units in the last place: the division instruction is the slowest of them all. x is finite and normal.
 inline Vec<float> reciprocal(Vec<float> x) {
 #if defined(FT_AVX512)
@@ -110,6 +99,23 @@ inline Vec<float> reciprocal(Vec<float> x) {
 #else
   return 1 / x;
 #endif
+}
+
+// tanh(x) to two units in the last place: an odd polynomial up to 0.6, 1 - 2 / (exp(2 |x|) + 1) beyond. NaN stays NaN.
+inline Vec<float> tanh(Vec<float> x) {
+  const float p[] = {-0x1.55553ep-2f, 0x1.1109bep-3f, -0x1.b89abap-5f, 0x1.54c3c2p-6f, -0x1.828776p-8f};
+  const Vec<float> xx = x * x, small = x + x * xx * polynomial(p, xx);
+  const Ints<float> sign = Ints<float>{} + INT32_MIN;
+  const Vec<float> minus = (Vec<float>)((Ints<float>)x | sign);  // -|x|
+  const Vec<float> y = maximum<float>(minus, splat<float>(-10.0f)) * -0x1.715476p+1f;
+  const Vec<float> shifted = y + 0x1.8p23f;  // y, rounded to a whole number, in its last bits
+  const Vec<float> power =
+      (Vec<float>)((Ints<float>)polynomial(kExp2, y - (shifted - 0x1.8p23f)) + ((Ints<float>)shifted << 23));
+  const Vec<float> large = 1 - 2 * reciprocal(power + 1);
+  return minus <= -0.6f ? (Vec<float>)((Ints<float>)large | ((Ints<float>)x & sign)) : small;
+}
+inline Vec<double> tanh(Vec<double> x) {
+  return per_lane(x, [](double v) { return ::tanh(v); });
 }
 
 // 1 / (1 + exp(-x)) and, without cancellation, one minus that.

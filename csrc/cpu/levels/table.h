@@ -1,5 +1,6 @@
 // The table of one instruction set: included last by its translation unit, which has set the target and FT_LEVEL.
 #include "../activation_dropout_kernels.h"
+#include "../additive_attention_kernels.h"
 #include "../attention_backward_kernels.h"
 #include "../attention_forward_kernels.h"
 #include "../attention_rows_kernels.h"
@@ -34,6 +35,8 @@ extern const Kernels FT_TABLE(FT_LEVEL) = {
     FT_EACH_DTYPE(attention_weights),
     FT_EACH_DTYPE(attention_weight_sums),
     FT_EACH_DTYPE(attention_backward),
+    FT_EACH_DTYPE(additive_forward),
+    FT_EACH_DTYPE(additive_backward),
     FT_EACH_DTYPE(sum_blocks),
 };
 
