@@ -168,6 +168,26 @@ void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int6
   }
 }
 
+void run_additive(const Kernels& kernels, int dtype, int64_t L, int64_t S, int64_t D) {
+  const DType type = static_cast<DType>(dtype), wide_type = type == DType::f64 ? DType::f64 : DType::f32;
+  const int64_t size = type == DType::f64 ? 8 : type == DType::f32 ? 4 : 2, wide = type == DType::f64 ? 8 : 4, batch = 2;
+  Bytes query(batch * L * D * size), key(batch * S * D * size), weight(D * size), grad(batch * L * S * wide);
+  Results scores(batch * L * S * wide), partials(batch * D * wide), grad_weight(D * wide);
+  Results grad_query(batch * L * D * size), grad_key(batch * S * D * size);
+  const AdditiveProblem p = {{query.data(), L * D, 0, D}, {key.data(), S * D, 0, D}, weight.data(), batch, L, S, D};
+  const auto blocks = [](int64_t length, int64_t block) { return (length + block - 1) / block; };
+
+  AdditiveForward forward = {p, scores.data()};
+  kernels.additive_forward[dtype](forward, 0, batch * blocks(L, kAdditiveQueries) * blocks(S, kAdditiveKeys));
+  scores.check(wide_type, "additive scores");
+  AdditiveBackward backward = {p, grad.data(), grad_query.data(), grad_key.data(), partials.data()};
+  kernels.additive_backward[dtype](backward, 0, batch * blocks(D, kAdditiveColumns));
+  kernels.sum_blocks[dtype](partials.data(), grad_weight.data(), batch, D);
+  grad_query.check(type, "gradient of an additive query");
+  grad_key.check(type, "gradient of an additive key");
+  grad_weight.check(wide_type, "gradient of the additive weight");
+}
+
 int main() {
   std::vector<const Kernels*> tables = {&kernels_generic};
 #if defined(__x86_64__)
@@ -196,5 +216,13 @@ int main() {
               run_attention(*kernels, dtype, L, S, D, D == 20 ? 7 : D, options);
               ++runs;
             }
+  for (const Kernels* kernels : tables)
+    for (int dtype = 0; dtype < kDTypes; ++dtype)
+      for (int64_t L : {1, 4, 19})
+        for (int64_t S : {1, 15, 16, 67, 130})
+          for (int64_t D : {1, 3, 16, 17, 31, 64, 100}) {
+            run_additive(*kernels, dtype, L, S, D);
+            ++runs;
+          }
   printf("%d runs of the kernels, nothing read or written out of bounds\n", runs);
 }

@@ -1,4 +1,4 @@
-"""No Triton attention kernel reads or writes outside the tensors it was given: every address it uses is looked up.
+"""No Triton kernel reads or writes outside the tensors it was given: every address it uses is looked up.
 
 The kernels run in Triton's interpreter, whose loads and stores pass by here first.
 """
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fast_transformer.functional import attention
+from fast_transformer.functional import additive_attention, attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the kernels are compiled, not interpreted")
 
@@ -99,6 +99,16 @@ def test_every_address_belongs_to_a_tensor(watched, name, strided):
     results = attention(*leaves, mask=mask, bias=bias, return_lse=True, backend="triton", **options)
     forward = watched.seen
     torch.autograd.grad(results, inputs, [torch.randn_like(r) for r in results])
+    assert 0 < forward < watched.seen
+
+
+@pytest.mark.parametrize("B, L, S, D", [(2, 35, 67, 5), (1, 32, 64, 32), (1, 1, 1, 1), (3, 1, 40, 33)])
+def test_every_address_of_additive_attention_belongs_to_a_tensor(watched, B, L, S, D):
+    query, key, value = (torch.randn(B, 2 * n, d)[:, ::2] for n, d in ((L, D), (S, D), (S, 3)))
+    inputs = [x.requires_grad_() for x in (query, key.mT.contiguous().mT, value, torch.randn(2 * D)[::2])]
+    out = additive_attention(*inputs, backend="triton")
+    forward = watched.seen
+    torch.autograd.grad(out.sum(), inputs)
     assert 0 < forward < watched.seen
 
 

@@ -1,4 +1,4 @@
-"""The Triton attention kernels as compiled for GPUs that need not be there: they fit, they use the tensor cores."""
+"""The Triton kernels as compiled for GPUs that need not be there: they fit, they use the tensor cores."""
 
 import json
 import os
@@ -64,6 +64,13 @@ def test_registers_are_not_spilled_where_it_matters(target):
             assert k["spills"] <= SPILLS.get((target, k["case"], k["kernel"]), 0), k
 
 
+@pytest.mark.parametrize("target", SHARED)
+def test_additive_scores_live_in_registers(target):
+    kernels = [k for k in compiled(target) if k["case"].startswith("additive")]
+    assert {k["kernel"] for k in kernels} == {"scores_kernel", "gradient_kernel"}
+    assert all(k["spills"] == 0 for k in kernels), kernels
+
+
 def test_hopper_and_blackwell_load_through_the_tensor_memory_accelerator():
     for target in ("sm_90", "sm_100"):
         loads = {k["kernel"] for k in compiled(target) if k["accelerated_loads"]}
@@ -71,5 +78,5 @@ def test_hopper_and_blackwell_load_through_the_tensor_memory_accelerator():
 
 
 def test_another_length_needs_no_other_kernel():
-    again = [k["compiled"] for k in compiled("sm_90") if k["case"] == "window-other-lengths"]
+    again = [k["compiled"] for k in compiled("sm_90") if k["case"].endswith("-other-lengths")]
     assert again and not any(again)

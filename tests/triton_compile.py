@@ -1,4 +1,4 @@
-"""Compiles the Triton attention kernels for GPUs that need not be there: what a call launches is compiled, and not run.
+"""Compiles the Triton kernels for GPUs that need not be there: what a call launches is compiled, and not run.
 
     python tests/triton_compile.py sm_90 ...     prints one JSON line for each kernel
 
@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -22,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fast_transformer.triton_kernels import attention, tiles
+from fast_transformer.triton_kernels import additive_attention, attention, tiles
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -60,6 +61,13 @@ EVERYTHING = dict(last=0, mask=MASK, bias=BIAS[:1], softcap=20.0, dropout_p=0.1,
 ROWS = {f"bfloat16-D{head_dim}": dict(head_dim=head_dim, last=0) for head_dim in tiles.HEAD_DIMS} | {"everything": EVERYTHING}
 # The rows of float32 are one for all.
 FLOAT32 = {f"float32-D{head_dim}": dict(head_dim=head_dim, last=0, dtype=f32) for head_dim in tiles.HEAD_DIMS}
+
+ADDITIVE = {
+    "additive-bfloat16": dict(dtype=bf16),
+    "additive-float32": dict(dtype=f32),
+    "additive-other-lengths": dict(dtype=bf16, queries=75, keys=240),
+    "additive-decode": dict(dtype=bf16, queries=1),
+}
 
 
 class NoDevice:
@@ -104,8 +112,8 @@ def facts(kernel) -> dict:
     )
 
 
-def launched(target: str, options: dict) -> dict[str, dict]:
-    """The facts of every kernel that a forward and a backward call with these options launch."""
+def call_attention(options: dict) -> None:
+    """Forward and backward."""
     options = dict(queries=256, kv_heads=4, head_dim=64, dtype=bf16, first=-UNLIMITED, last=UNLIMITED) | options
     dtype, head_dim = options["dtype"], options["head_dim"]
     sizes = [
@@ -121,22 +129,35 @@ def launched(target: str, options: dict) -> dict[str, dict]:
         *(options.get("mask"), None if bias is None else bias.to(dtype), options["first"], options["last"], head_dim**-0.5),
         *(options.get("softcap", 0.0), dropout_p, torch.tensor(1) if dropout_p else None, returned),
     )
-    found, run = {}, JITFunction.run
+    out, weights, lse = attention.attention_forward(query, key, value, *rest)
+    grad_weights = torch.empty_like(weights) if returned else None
+    inputs = (torch.empty_like(out), grad_weights, torch.empty_like(lse), query, key, value)
+    attention.attention_backward(*inputs, *rest, out, lse, bias is not None)
+
+
+def call_additive(options: dict) -> None:
+    options = dict(queries=256, keys=256, size=256) | options
+    query, key = (torch.randn(2, options[n], options["size"], dtype=options["dtype"]) for n in ("queries", "keys"))
+    weight = query[0, 0]
+    grad = additive_attention.additive_scores(query, key, weight)
+    additive_attention.additive_scores_backward(grad, query, key, weight)
+
+
+def launched(target: str, call: Callable[[dict], None], options: dict) -> list[dict]:
+    """Name and facts of every kernel that a call with these options launches."""
+    found, run = [], JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         variants = self.device_caches[target][0]
         before = len(variants)
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        found[self.fn.__name__] = facts(kernel) | dict(compiled=len(variants) > before)
+        found.append(dict(kernel=self.fn.__name__, compiled=len(variants) > before, **facts(kernel)))
 
     JITFunction.run = compile_only
     driver.set_active(NoDevice(target))
     attention.architecture = lambda device: ARCHITECTURE[target]
     try:
-        out, weights, lse = attention.attention_forward(query, key, value, *rest)
-        grad_weights = torch.empty_like(weights) if returned else None
-        inputs = (torch.empty_like(out), grad_weights, torch.empty_like(lse), query, key, value)
-        attention.attention_backward(*inputs, *rest, out, lse, bias is not None)
+        call(options)
     finally:
         JITFunction.run = run
     return found
@@ -145,9 +166,10 @@ def launched(target: str, options: dict) -> dict[str, dict]:
 def main(targets: list[str]) -> None:
     for target in targets:
         more = {"sm_90": FEATURES, "sm_80": FLOAT32}.get(target, {})
-        for name, options in {**more, **ROWS}.items():
-            for kernel, found in launched(target, options).items():
-                print(json.dumps(dict(target=target, case=name, kernel=kernel, **found)), flush=True)
+        for call, cases in ((call_attention, {**more, **ROWS}), (call_additive, ADDITIVE)):
+            for name, options in cases.items():
+                for found in launched(target, call, options):
+                    print(json.dumps(dict(target=target, case=name, **found)), flush=True)
 
 
 if __name__ == "__main__":

@@ -108,8 +108,12 @@ def gradient_kernel(
 
 
 def block(length: int) -> int:
-    """Rows of a block: few where there are few, as in a decoder that goes step by step."""
-    return min(64, triton.next_power_of_2(max(length, 1)))
+    """A side of a block: short where the length is, as that of a decoder which goes step by step."""
+    return min(32, triton.next_power_of_2(max(length, 1)))
+
+
+def warps(elements: int) -> int:
+    return max(1, min(4, elements // 256))
 
 
 def additive_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
@@ -123,6 +127,7 @@ def additive_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
             *(query, key, weight.contiguous(), scores, L, S, D, *query.stride(), *key.stride()),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
+            num_warps=warps(block_m * block_n),
         )
     return scores
 
@@ -131,12 +136,13 @@ def gradient(x: Tensor, y: Tensor, weight: Tensor, grad: Tensor, weight_partials
     """The gradient of x, where grad (B, rows of x, rows of y) is that of the scores."""
     (B, rows, D), columns = x.shape, y.shape[1]
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    block_m, block_d = block(rows) // 2 or 1, min(32, triton.next_power_of_2(D))
+    block_m, block_d = block(rows), block(D)
     if grad_x.numel():
         gradient_kernel[(B * triton.cdiv(rows, block_m) * triton.cdiv(D, block_d),)](
             *(x, y, weight, grad, grad_x, weight_partials, rows, columns, D, *x.stride(), *y.stride(), *grad.stride()),
             BLOCK_M=block_m,
             BLOCK_D=block_d,
+            num_warps=warps(block_m * block_d),
         )
     return grad_x
 
@@ -144,9 +150,8 @@ def gradient(x: Tensor, y: Tensor, weight: Tensor, grad: Tensor, weight_partials
 def additive_scores_backward(grad: Tensor, query: Tensor, key: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and weight, each in its dtype."""
     weight = weight.contiguous()
-    (B, L, D) = query.shape
-    blocks = triton.cdiv(L, block(L) // 2 or 1)
-    partials = grad.new_empty(B * blocks, D)
+    B, L, D = query.shape
+    partials = grad.new_empty(B * triton.cdiv(L, block(L)), D)
     grad_query = gradient(query, key, weight, grad, partials)
     grad_key = gradient(key, query, weight, grad.mT, None)
     return grad_query, grad_key, partials.sum(0).to(weight.dtype)
