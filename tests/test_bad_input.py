@@ -10,6 +10,7 @@ import torch
 from fast_transformer import functional
 from fast_transformer.functional import (
     activation_dropout,
+    additive_attention,
     attention,
     dropout,
     dropout_add_layer_norm,
@@ -30,6 +31,10 @@ def kv(B=2, H=4, S=6, D=8, **options):
 def attend(query=None, key=None, value=None, **options):
     """A call in which everything that is not given is right: B=2, H=4, L=5, S=6, D=8."""
     return attention(q() if query is None else query, kv() if key is None else key, kv() if value is None else value, **options)
+
+
+def additive(**options):
+    return additive_attention(torch.zeros(2, 5, 8), torch.zeros(2, 6, 8), torch.zeros(2, 6, 3), torch.zeros(8), **options)
 
 
 def norm(x=None, residual=None, weight=None, bias=None, **options):
@@ -379,8 +384,8 @@ def test_forced_backend_follows_dual_numbers_nowhere():
 
 @pytest.mark.parametrize(
     "call",
-    [attend, norm, rms_norm, activate, lambda **o: dropout(x, 0.1, **o)],
-    ids=["attention", "norm", "rms_norm", "activation", "dropout"],
+    [attend, additive, norm, rms_norm, activate, lambda **o: dropout(x, 0.1, **o)],
+    ids=["attention", "additive_attention", "norm", "rms_norm", "activation", "dropout"],
 )
 def test_without_the_compiled_module(call, monkeypatch):
     """Everything works, and who insists is told how to build it."""
