@@ -18,6 +18,9 @@ from . import ops, reference
 _MAX_LENGTH = 2**62  # positions and their differences fit into 64 bits
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TRITON_DTYPES = _KERNEL_DTYPES[:3]
+# The number of rows up to which `linear` takes its own kernel. In bfloat16, oneDNN's packed product overtakes it between 32 and
+# 64 rows, in float64 MKL's at 64; in float32 the kernel is faster at 256 rows too, but made and tested for few.
+_FEW_ROWS = {torch.float32: 64, torch.bfloat16: 32, torch.float16: 64, torch.float64: 64}
 
 
 # Checks: ValueError or TypeError with the argument's name, what was expected and what came.
@@ -233,6 +236,35 @@ def _check_rows(x, residual, weight, bias, residual_in_fp32) -> tuple[Tensor, Te
     return x, residual
 
 
+def _check_activation(activation: str) -> None:
+    if not isinstance(activation, str) or activation not in reference.ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(map(repr, reference.ACTIVATIONS))}, got {activation!r}")
+
+
+def _linear_fits(x, weight, bias) -> bool:
+    """Whether the arguments of `linear` are right and what they usually are."""
+    if weight is None or not _plain(x, weight, bias):
+        return False
+    shape, rows = x.shape, weight.shape
+    return len(rows) == 2 and len(shape) > 0 and shape[-1] == rows[1] and (bias is None or bias.shape == rows[:1])
+
+
+def _check_linear(x, weight, bias) -> None:
+    check_tensor("x", x)
+    check_tensor("weight", weight, like=x)
+    if weight.dim() != 2:
+        raise ValueError(f"weight must have 2 dimensions (N, K), got shape {tuple(weight.shape)}")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x must be (..., K) for a weight (N, K) = {tuple(weight.shape)}, got shape {tuple(x.shape)}")
+    if bias is not None:
+        check_tensor("bias", bias, like=x)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias must have shape ({weight.shape[0]},), the first size of weight, got {tuple(bias.shape)}")
+    dtypes = [t.dtype for t in (x, weight, bias) if t is not None]
+    if len(set(dtypes)) > 1 and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"x, weight and bias must have one dtype, got {', '.join(map(str, dtypes))}")
+
+
 # Choice of backend
 
 
@@ -283,6 +315,20 @@ def _why_not_cpu(x: Tensor, *others: Tensor | None) -> str | None:
     if x.dtype not in _KERNEL_DTYPES:
         return f"no kernel for {x.dtype}"
     return _transform_active(x, *others)
+
+
+def _why_not_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+        return "an input needs a gradient"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is active, whose casts are those of F.linear"
+    if (reason := _why_not_cpu(x, weight, bias)) is not None:
+        return reason
+    if not _plain(x, weight, bias):
+        return "x is a subclass of torch.Tensor, or weight or bias one other than torch.nn.Parameter"
+    if weight.shape[1] == 0 or weight.stride(1) != 1:
+        return f"the rows of weight must lie contiguous, got shape {tuple(weight.shape)}, strides {weight.stride()}"
+    return None
 
 
 def _why_not_triton(x: Tensor, *others: Tensor | None) -> str | None:
@@ -373,6 +419,12 @@ def backends() -> None:
         print(f"  cpu        {kernels}")
         print(f"  triton     {triton}" if op.startswith("attention") else f"  cuda       {cuda}")
         print(f"  reference  {fallback}")
+    few = _FEW_ROWS[torch.float32]
+    print("linear")
+    print(
+        f"  cpu        {kernels}, up to {few} rows ({_FEW_ROWS[torch.bfloat16]} of bfloat16), where no input needs a gradient"
+    )
+    print("  reference  for everything else: F.linear")
 
 
 # The ops
@@ -625,8 +677,7 @@ def activation_dropout(
             raise ValueError("bias needs an x with at least one dimension, got a 0-dim x")
         return activation_dropout(x[None], None, activation, dropout_p=dropout_p, backend=backend)[0]
     _check_vector("bias", bias, x.shape[-1], like=x)
-    if not isinstance(activation, str) or activation not in reference.ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(map(repr, reference.ACTIVATIONS))}, got {activation!r}")
+    _check_activation(activation)
     dropout_p = check_probability("dropout_p", dropout_p)
     op = ops.activation_dropout if _kernel_takes(backend, x, bias) else reference.activation_dropout
     return op(x, bias, activation, dropout_p=dropout_p, seed=_draw_seed(dropout_p, x.device))
@@ -647,3 +698,40 @@ def dropout(x: Tensor, dropout_p: float, *, backend: str | None = None) -> Tenso
         ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
     """
     return activation_dropout(x, None, "none", dropout_p=dropout_p, backend=backend)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", *, backend: str | None = None
+) -> Tensor:
+    """activation(x · weightᵀ + bias). For few rows of x on the CPU, as in decoding, a kernel bound by reading weight.
+
+    The kernel reads weight as it lies: nothing is packed, so nothing goes stale. A row's result has the same bits beside any
+    other rows. It computes no gradient. F.linear takes everything else, where it is the better kernel or the only one: more
+    than 64 rows (32 in bfloat16), inputs that need a gradient, other devices, autocast, torch.compile, torch.func transforms,
+    tensor subclasses, and weights whose rows are not contiguous.
+
+    Args:
+        x: (..., K).
+        weight: (N, K), in the dtype of x.
+        bias: (N,) or None, in the dtype of x.
+        activation: "relu", "gelu" (erf), "gelu_tanh", "silu" or "none".
+        backend: None chooses; "cpu" (whatever the number of rows) or "reference" (F.linear) insists.
+
+    Returns:
+        (..., N) in the dtype of x; under autocast as F.linear.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
+    """
+    if not _linear_fits(x, weight, bias):
+        _check_linear(x, weight, bias)
+    _check_activation(activation)
+    _check_backend(backend, "cpu", "reference")
+    asked = backend == "cpu" or _few_rows(x)
+    op = ops.linear if asked and _use("cpu", backend, _why_not_linear(x, weight, bias)) else reference.linear
+    return op(x, weight, bias, activation)
+
+
+def _few_rows(x: Tensor) -> bool:
+    """Whether the kernel beats F.linear, which torch.compile fuses with what surrounds it."""
+    return not torch.compiler.is_compiling() and x.numel() <= _FEW_ROWS.get(x.dtype, 0) * x.shape[-1]

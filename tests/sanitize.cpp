@@ -80,7 +80,7 @@ struct Results : std::vector<uint8_t> {
       const uint64_t magnitude = bits & ((uint64_t(1) << (8 * bytes - 1)) - 1);
       const uint64_t infinity = ((uint64_t(1) << (8 * bytes - 1)) - 1) >> mantissa << mantissa;
       if (magnitude > infinity) {
-        printf("%s of attention holds NaN at %zu of %zu bytes\n", what, i, size());
+        printf("%s holds NaN at %zu of %zu bytes\n", what, i, size());
         abort();
       }
     }
@@ -188,6 +188,17 @@ void run_additive(const Kernels& kernels, int dtype, int64_t L, int64_t S, int64
   grad_weight.check(wide_type, "gradient of the additive weight");
 }
 
+void run_linear(const Kernels& kernels, int dtype, int64_t rows, int64_t n, int64_t k, Activation activation) {
+  const DType type = static_cast<DType>(dtype);
+  const int64_t size = type == DType::f64 ? 8 : type == DType::f32 ? 4 : 2;
+  const Bytes x(rows * k * size), weight(n * k * size), bias(n * size);
+  Results out(rows * n * size);
+  const LinearArgs args = {{x.data(), k}, {weight.data(), k}, rows % 2 ? bias.data() : nullptr, out.data(), rows, n, k,
+                           activation};
+  for (int64_t task = 0; task * kLinearColumns < n; ++task) kernels.linear[dtype](args, task, task + 1);
+  out.check(type, "linear");
+}
+
 int main() {
   std::vector<const Kernels*> tables = {&kernels_generic};
 #if defined(__x86_64__)
@@ -222,6 +233,14 @@ int main() {
         for (int64_t S : {1, 15, 16, 67, 130})
           for (int64_t D : {1, 3, 16, 17, 31, 64, 100}) {
             run_additive(*kernels, dtype, L, S, D);
+            ++runs;
+          }
+  for (const Kernels* kernels : tables)
+    for (int dtype = 0; dtype < kDTypes; ++dtype)
+      for (int64_t rows : {1, 2, 3, 4, 7, 65})
+        for (int64_t n : {1, 5, 16, 37})
+          for (int64_t k : {1, 7, 16, 33, 1024, 1100}) {
+            run_linear(*kernels, dtype, rows, n, k, static_cast<Activation>(runs % 5));
             ++runs;
           }
   printf("%d runs of the kernels, nothing read or written out of bounds\n", runs);

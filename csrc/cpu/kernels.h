@@ -118,6 +118,18 @@ struct AdditiveBackward : AdditiveProblem {
 
 constexpr int64_t kAdditiveQueries = 16, kAdditiveKeys = 64, kAdditiveColumns = 16;
 
+// activation(x weightᵀ + bias), all of one dtype.
+struct LinearArgs {
+  ConstRows x, weight;  // (rows, k), (n, k)
+  const void* bias;     // (n) or null
+  void* out;            // (rows, n)
+  int64_t rows, n, k;
+  Activation activation;
+};
+
+// Columns of the result, rows of weight, that one task of linear takes.
+constexpr int64_t kLinearColumns = 16;
+
 // Columns of a row that one task of an elementwise kernel takes.
 constexpr int64_t kChunk = 4096;
 inline int64_t chunks_per_row(int64_t n) { return (n + kChunk - 1) / kChunk; }
@@ -136,6 +148,7 @@ struct Kernels {
   void (*attention_backward[kDTypes])(const AttentionBackward&, int64_t begin_task, int64_t end_task);
   void (*additive_forward[kDTypes])(const AdditiveForward&, int64_t begin_task, int64_t end_task);
   void (*additive_backward[kDTypes])(const AdditiveBackward&, int64_t begin_task, int64_t end_task);
+  void (*linear[kDTypes])(const LinearArgs&, int64_t begin_task, int64_t end_task);
   void (*sum_blocks[kDTypes])(const void* partials, void* out, int64_t count, int64_t n);
 };
 

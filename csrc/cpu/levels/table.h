@@ -6,6 +6,7 @@
 #include "../attention_rows_kernels.h"
 #include "../attention_weights_kernels.h"
 #include "../dropout_add_layer_norm_kernels.h"
+#include "../linear_kernels.h"
 
 #define FT_CONCAT(a, b) a##b
 #define FT_TABLE(level) FT_CONCAT(kernels_, level)
@@ -37,6 +38,7 @@ extern const Kernels FT_TABLE(FT_LEVEL) = {
     FT_EACH_DTYPE(attention_backward),
     FT_EACH_DTYPE(additive_forward),
     FT_EACH_DTYPE(additive_backward),
+    FT_EACH_DTYPE(linear),
     FT_EACH_DTYPE(sum_blocks),
 };
 
