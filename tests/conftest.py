@@ -30,6 +30,15 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def one_thread():
+    """For models so small that a second thread only costs, the more so beside other tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=(ops.build_info() or {"cpu_levels": ["none built"]})["cpu_levels"])
 def level(request):
     """Runs the test once with every instruction set that this CPU has."""
