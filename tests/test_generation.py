@@ -9,6 +9,8 @@ from torch import nn
 
 from fast_transformer import generation
 from fast_transformer.generation import beam_search, greedy, sample
+from fast_transformer.models import DecoderOnlyTransformer, Seq2SeqTransformer
+from fast_transformer.models.embeddings import POSITIONS
 
 PAD, BOS, EOS = 0, 1, 2
 
@@ -320,7 +322,7 @@ def test_temperature_towards_zero_is_greedy(temperature):
 DECODERS = {
     "greedy": greedy,
     "sample": lambda *args, **options: sample(*args, seed=0, top_p=0.9, **options),
-    "beam_search": lambda *args, **options: beam_search(*args, beams=3, **options),
+    "beam_search": lambda *args, **options: beam_search(*args, beams=4, n_best=3, length_penalty=2.0, **options),
 }
 every_decoder = pytest.mark.parametrize("decode", DECODERS.values(), ids=DECODERS)
 
@@ -341,7 +343,7 @@ def test_mode_is_restored_even_after_an_error(decode):
 @every_decoder
 def test_empty_batch(decode):
     got = decode(TableModel(5), sources(0), max_new_tokens=4, bos_id=BOS, eos_id=EOS)
-    shape = (0, 1) if decode is DECODERS["beam_search"] else (0,)
+    shape = (0, 3) if decode is DECODERS["beam_search"] else (0,)
     assert got.scores.shape == shape and got.tokens.shape[:-1] == shape and got.tokens.dtype == torch.int64
 
 
@@ -394,3 +396,133 @@ def test_bad_input(decode, change, error, message):
 def test_bad_options(decode, options, error, message):
     with pytest.raises(error, match=message):
         decode(TableModel(5), sources(2), max_new_tokens=3, bos_id=BOS, eos_id=EOS, **options)
+
+
+# The models, in float64, where no rounding changes a choice
+
+
+def make_seq2seq(**options):
+    sizes = {"d_model": 16, "n_heads": 2, "n_encoder_layers": 2, "n_decoder_layers": 2, "d_ff": 24}
+    return Seq2SeqTransformer(13, 11, **sizes, dropout=0.1, norm_first=True, **options).double()
+
+
+def make_decoder_only(**options):
+    model = DecoderOnlyTransformer(11, 16, 2, 2, 24, 0.1, tie_embeddings=False, **({"pad_id": PAD} | options)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(20.0 if p.dim() > 1 else 1.0)  # at first, what such a model says hardly depends on what it reads
+    return model
+
+
+MODELS = {"seq2seq": make_seq2seq, "decoder_only": make_decoder_only}
+every_model = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+def ragged(side="right"):
+    x = torch.randint(3, 11, (6, 7))
+    for row, n in enumerate([0, 3, 5, 7, 1, 0]):
+        x[row, 7 - n :] = PAD
+    return x if side == "right" else torch.stack([row.roll((row == PAD).sum().item()) for row in x])
+
+
+@every_decoder
+@pytest.mark.parametrize("positions", POSITIONS)
+@every_model
+def test_with_and_without_a_cache(make, positions, decode):
+    model, inputs = make(positions=positions), ragged()
+    limits = {"max_new_tokens": 12, "bos_id": BOS, "eos_id": EOS}
+    cached, anew = (decode(model, inputs, cache=cache, **limits) for cache in (True, False))
+    assert torch.equal(cached.tokens, anew.tokens)
+    torch.testing.assert_close(cached.scores, anew.scores, rtol=1e-9, atol=1e-11)
+    assert len(set(map(str, cached.tokens.tolist()))) > 1  # it matters what the model reads
+    assert cached.scores.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["greedy", "beam_search"])
+@pytest.mark.parametrize("positions", ["learned", "relative"])
+@every_model
+def test_each_sequence_is_decoded_as_if_it_were_alone(make, positions, name):
+    model, inputs = make(positions=positions), ragged()
+    limits = {"max_new_tokens": 9, "bos_id": BOS, "eos_id": EOS}
+    together = DECODERS[name](model, inputs, **limits)
+    for row, tokens, scores in zip(inputs, *together, strict=True):
+        real = row[row != PAD]
+        if len(real):
+            alone = DECODERS[name](model, real[None], **limits)
+            width = alone.tokens.shape[-1]
+            assert torch.equal(alone.tokens[0], tokens[..., :width]) and (tokens[..., width:] == PAD).all()
+            torch.testing.assert_close(alone.scores[0], scores)
+
+
+@every_decoder
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_prompts_may_be_padded_on_either_side(positions, decode):
+    model = make_decoder_only(positions=positions)
+    torch.manual_seed(1)
+    left = ragged("left")
+    torch.manual_seed(1)
+    a, b = (decode(model, inputs, max_new_tokens=6, eos_id=EOS) for inputs in (left, ragged()))
+    assert torch.equal(a.tokens, b.tokens)
+
+
+def test_a_language_model_without_padding_repeats_the_end():
+    got = greedy(make_decoder_only(pad_id=None), torch.randint(11, (6, 7)), max_new_tokens=40, eos_id=EOS)
+    ended = (got.tokens == EOS).long().cummax(1)[0].bool()
+    assert ended.any() and (got.tokens[ended] == EOS).all()
+
+
+@every_decoder
+def test_a_language_model_can_start_from_nothing(decode):
+    model, nothing = make_decoder_only(), torch.zeros(3, 0, dtype=torch.int64)
+    got = decode(model, nothing, max_new_tokens=4, eos_id=None, bos_id=BOS)
+    assert torch.equal(got.tokens, decode(model, torch.full((3, 1), BOS), max_new_tokens=4, eos_id=None).tokens)
+
+
+@every_decoder
+@pytest.mark.parametrize("cache", [True, False])
+@every_model
+def test_zero_sizes(make, cache, decode):
+    limits = {"max_new_tokens": 3, "bos_id": BOS, "eos_id": EOS, "cache": cache}
+    assert decode(make(), torch.zeros(0, 5, dtype=torch.int64), **limits).tokens.numel() == 0
+    assert decode(make(), torch.zeros(2, 0, dtype=torch.int64), **limits).scores.isfinite().all()
+
+
+@every_model
+def test_all_padding_is_a_source_of_nothing(make):
+    model = make()
+    limits = {"max_new_tokens": 5, "bos_id": BOS, "eos_id": EOS}
+    got = greedy(model, torch.full((2, 4), PAD), **limits)
+    assert got.scores.isfinite().all() and torch.equal(got.tokens[0], got.tokens[1])
+    if make is make_seq2seq:
+        assert torch.equal(got.tokens, greedy(model, torch.full((2, 0), PAD), **limits).tokens)
+
+
+@every_decoder
+@every_model
+def test_learned_positions_end(make, decode):
+    room = 9 if make is make_seq2seq else 3  # for new tokens, the last of which is not read: 9 or 7 + 3 - 1
+    model, inputs = make(positions="learned", max_len=9), ragged()
+    limits = {"bos_id": BOS, "eos_id": None}
+    assert decode(model, inputs, max_new_tokens=room, **limits).tokens.shape[-1] == room
+    with pytest.raises(ValueError, match=f"max_new_tokens must be at most {room}, max_len being 9, got {room + 1}"):
+        decode(model, inputs, max_new_tokens=room + 1, **limits)
+
+
+@every_decoder
+@pytest.mark.parametrize("wrong", [-1, 13])
+@every_model
+def test_tokens_outside_the_vocabulary(make, wrong, decode):
+    inputs = ragged()
+    inputs[1, 1] = wrong
+    with pytest.raises(ValueError, match=f"must be numbers from 0 to 1., got {wrong}"):
+        decode(make(), inputs, max_new_tokens=2, bos_id=BOS, eos_id=EOS)
+    with pytest.raises(ValueError, match="must be numbers from 0 to 10, got 11"):
+        decode(make(), ragged() * 0 if make is make_seq2seq else ragged()[:, :0], max_new_tokens=2, bos_id=11, eos_id=EOS)
+
+
+def test_training_goes_on_after_decoding():
+    """Tables of positions that decoding makes are no tensors of inference mode."""
+    for positions in POSITIONS:
+        model = make_seq2seq(positions=positions)
+        greedy(model, ragged(), max_new_tokens=3, bos_id=BOS, eos_id=None)
+        model(ragged(), ragged()).square().sum().backward()

@@ -100,6 +100,7 @@ class DecoderOnlyTransformer(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab_size, self.d_model, self.pad_id = vocab_size, d_model, pad_id
+        self.max_len = max_len if positions == "learned" else None
         layer = TransformerEncoderLayer(
             d_model,
             n_heads,

@@ -119,6 +119,7 @@ class Seq2SeqTransformer(nn.Module):
         if tie_embeddings == "all" and src_vocab != tgt_vocab:
             raise ValueError(f'tie_embeddings="all" takes one vocabulary, got src_vocab {src_vocab} and tgt_vocab {tgt_vocab}')
         self.src_vocab, self.tgt_vocab, self.d_model, self.pad_id = src_vocab, tgt_vocab, d_model, pad_id
+        self.max_len = max_len if positions == "learned" else None
         self.transformer = Transformer(  # draws its matrices by Xavier's rule
             d_model,
             n_heads,

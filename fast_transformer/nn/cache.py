@@ -23,6 +23,11 @@ class KeyValueCache:
         self._capacity = capacity
         self._buffer: Tensor | None = None  # (2, N, H, capacity, D)
 
+    @property
+    def filled(self) -> bool:
+        """Whether anything has been appended, be it of length 0."""
+        return self._buffer is not None
+
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Adds key and value (N, H, L, D) at the end; returns all of them, as views (N, H, length, D)."""
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):

@@ -233,7 +233,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             self._check_inputs(query, key, value)
             q, k, v = self._project(query, key, value, offset)
             return q, *cache.append(k, v), offset
-        if cache.length == 0:
+        if not cache.filled:
             self._check_inputs(query, key, value)
             q, k, v = self._project(query, key, value)
             return q, *cache.append(k, v), 0
