@@ -26,6 +26,16 @@ inline DType dtype_of(const at::Tensor& t) {
 
 inline at::ScalarType compute_type(const at::Tensor& t) { return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
+inline void check_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
+  TORCH_CHECK_VALUE(weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1) && weight.size(1) >= 1,
+                    "expected x (..., K) and a weight (N, K) with K >= 1, got ", x.sizes(), " and ", weight.sizes());
+  TORCH_CHECK_TYPE(weight.scalar_type() == x.scalar_type() && (!present(bias) || bias->scalar_type() == x.scalar_type()),
+                   "expected x, weight and bias of one dtype, got ", x.scalar_type(), " and ", weight.scalar_type());
+  TORCH_CHECK_VALUE(!present(bias) || (bias->dim() == 1 && bias->size(0) == weight.size(0)), "expected a bias of ",
+                    weight.size(0), " elements, got ", present(bias) ? bias->sizes() : at::IntArrayRef());
+  TORCH_CHECK_VALUE(weight.is_cpu() && (!present(bias) || bias->is_cpu()), "expected all tensors on the CPU");
+}
+
 // A tensor (..., N) as (rows, N) with unit last stride; copies only where no view will do.
 inline at::Tensor as_rows(const at::Tensor& t) {
   TORCH_CHECK_VALUE(t.dim() >= 1, "expected at least one dimension");

@@ -39,8 +39,13 @@ TORCH_LIBRARY(fast_transformer, m) {
       "dropout_add_layer_norm_backward(Tensor grad_out, Tensor? grad_sum, Tensor? x, Tensor? residual, Tensor? weight, "
       "Tensor stats, float eps, float dropout_p, Tensor? seed, bool rms, bool weight_grad, bool bias_grad) "
       "-> (Tensor grad_total, Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
-  // Inference only: it computes no gradient.
+  // activation(x weight^T + bias), x (..., K), weight (N, K). The first is for few rows and computes no gradient; the second
+  // has one where the activation is "none".
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor");
+  m.def("linear_onednn(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor");
+  m.def(
+      "linear_onednn_backward(Tensor grad, Tensor? x, Tensor? weight, bool bias_grad) "
+      "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
 }
 
 namespace {
@@ -80,6 +85,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   expose(m, "activation_dropout", ft::find_op<ft::ActivationDropoutOp>("fast_transformer::activation_dropout"));
   expose(m, "dropout_add_layer_norm", ft::find_op<ft::DropoutAddLayerNormOp>("fast_transformer::dropout_add_layer_norm"));
   expose(m, "linear", ft::find_op<ft::LinearOp>("fast_transformer::linear"));
+  expose(m, "linear_onednn", ft::find_op<ft::LinearOp>("fast_transformer::linear_onednn"));
   m.def("philox4x32", philox4x32, pybind11::arg("counter"), pybind11::arg("key"), pybind11::arg("rounds") = ft::kPhiloxRounds,
         "The four random words of a counter, as the kernels draw them.");
 }

@@ -36,6 +36,8 @@ using DropoutAddLayerNormOp = std::tuple<at::Tensor, at::Tensor, at::Tensor>(con
 using DropoutAddLayerNormBackwardOp = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
     const at::Tensor&, double, double, const OptionalTensor&, bool, bool, bool);
+using LinearOneDnnBackwardOp = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const OptionalTensor&,
+                                                                              const OptionalTensor&, bool);
 using LinearOp = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, const std::string&);
 
 // The op `name` of this library.

@@ -18,6 +18,7 @@ from . import ops, reference
 _MAX_LENGTH = 2**62  # positions and their differences fit into 64 bits
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TRITON_DTYPES = _KERNEL_DTYPES[:3]
+_ONEDNN_WORK = 2**22  # products from which `linear` takes oneDNN; see _large
 # The number of rows up to which `linear` takes its own kernel. In bfloat16, oneDNN's packed product overtakes it between 32 and
 # 64 rows, in float64 MKL's at 64; in float32 the kernel is faster at 256 rows too, but made and tested for few.
 _FEW_ROWS = {torch.float32: 64, torch.bfloat16: 32, torch.float16: 64, torch.float64: 64}
@@ -318,17 +319,30 @@ def _why_not_cpu(x: Tensor, *others: Tensor | None) -> str | None:
 
 
 def _why_not_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
-        return "an input needs a gradient"
+    """What both kernels of linear leave to F.linear."""
     if torch.is_autocast_enabled("cpu"):
         return "autocast is active, whose casts are those of F.linear"
     if (reason := _why_not_cpu(x, weight, bias)) is not None:
         return reason
     if not _plain(x, weight, bias):
         return "x is a subclass of torch.Tensor, or weight or bias one other than torch.nn.Parameter"
+    return None
+
+
+def _why_not_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
+        return "an input needs a gradient"
     if weight.shape[1] == 0 or weight.stride(1) != 1:
         return f"the rows of weight must lie contiguous, got shape {tuple(weight.shape)}, strides {weight.stride()}"
-    return None
+    return _why_not_linear(x, weight, bias)
+
+
+def _why_not_linear_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    if x.dtype != torch.float32:
+        return f"F.linear takes oneDNN for half precision itself, and this is for float32 only; got {x.dtype}"
+    if not torch.backends.mkldnn.is_available():
+        return "this torch has no oneDNN"
+    return _why_not_linear(x, weight, bias)
 
 
 def _why_not_triton(x: Tensor, *others: Tensor | None) -> str | None:
@@ -419,11 +433,10 @@ def backends() -> None:
         print(f"  cpu        {kernels}")
         print(f"  triton     {triton}" if op.startswith("attention") else f"  cuda       {cuda}")
         print(f"  reference  {fallback}")
-    few = _FEW_ROWS[torch.float32]
+    few, work = _FEW_ROWS, f"{_ONEDNN_WORK / 1e6:.1f}"
     print("linear")
-    print(
-        f"  cpu        {kernels}, up to {few} rows ({_FEW_ROWS[torch.bfloat16]} of bfloat16), where no input needs a gradient"
-    )
+    print(f"  cpu        {kernels}, up to {few[torch.float32]} rows ({few[torch.bfloat16]} of bfloat16) without gradients")
+    print(f"  onednn     {kernels} of float32, from {work} million products on")
     print("  reference  for everything else: F.linear")
 
 
@@ -703,19 +716,20 @@ def dropout(x: Tensor, dropout_p: float, *, backend: str | None = None) -> Tenso
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", *, backend: str | None = None
 ) -> Tensor:
-    """activation(x · weightᵀ + bias). For few rows of x on the CPU, as in decoding, a kernel bound by reading weight.
+    """activation(x · weightᵀ + bias), by the fastest of three.
 
-    The kernel reads weight as it lies: nothing is packed, so nothing goes stale. A row's result has the same bits beside any
-    other rows. It computes no gradient. F.linear takes everything else, where it is the better kernel or the only one: more
-    than 64 rows (32 in bfloat16), inputs that need a gradient, other devices, autocast, torch.compile, torch.func transforms,
-    tensor subclasses, and weights whose rows are not contiguous.
+    "cpu" is for few rows without gradients, as in decoding: a kernel bound by reading weight, which lies as it is: nothing is
+    packed, so nothing goes stale. A row's result has the same bits beside any other rows. "onednn" has torch's oneDNN do large
+    float32 products on CPU and those of their gradients, where F.linear takes MKL, at half the speed on AMD's processors.
+    F.linear ("reference") takes everything else: half precision, other devices, autocast, torch.func transforms, tensor
+    subclasses. It is not slower there.
 
     Args:
         x: (..., K).
         weight: (N, K), in the dtype of x.
         bias: (N,) or None, in the dtype of x.
         activation: "relu", "gelu" (erf), "gelu_tanh", "silu" or "none".
-        backend: None chooses; "cpu" (whatever the number of rows) or "reference" (F.linear) insists.
+        backend: None chooses; "cpu", "onednn" (whatever the sizes) or "reference" insists.
 
     Returns:
         (..., N) in the dtype of x; under autocast as F.linear.
@@ -726,12 +740,22 @@ def linear(
     if not _linear_fits(x, weight, bias):
         _check_linear(x, weight, bias)
     _check_activation(activation)
-    _check_backend(backend, "cpu", "reference")
-    asked = backend == "cpu" or _few_rows(x)
-    op = ops.linear if asked and _use("cpu", backend, _why_not_linear(x, weight, bias)) else reference.linear
+    _check_backend(backend, "cpu", "onednn", "reference")
+    op = reference.linear
+    if (backend == "cpu" or _few_rows(x)) and _use("cpu", backend, _why_not_linear_cpu(x, weight, bias)):
+        op = ops.linear
+    elif (backend == "onednn" or _large(x, weight)) and _use("onednn", backend, _why_not_linear_onednn(x, weight, bias)):
+        op = ops.linear_onednn
     return op(x, weight, bias, activation)
 
 
 def _few_rows(x: Tensor) -> bool:
     """Whether the kernel beats F.linear, which torch.compile fuses with what surrounds it."""
     return not torch.compiler.is_compiling() and x.numel() <= _FEW_ROWS.get(x.dtype, 0) * x.shape[-1]
+
+
+def _large(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN's speed outweighs its 10 microseconds of preparation."""
+    if torch.compiler.is_compiling():
+        return weight.numel() >= 2**16  # a condition on the rows would tie the graph to their number
+    return x.numel() * weight.shape[0] >= _ONEDNN_WORK

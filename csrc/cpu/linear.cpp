@@ -15,13 +15,7 @@ namespace {
 using at::Tensor;
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const std::string& activation) {
-  TORCH_CHECK_VALUE(weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1) && weight.size(1) >= 1,
-                    "expected x (..., K) and a weight (N, K) with K >= 1, got ", x.sizes(), " and ", weight.sizes());
-  TORCH_CHECK_TYPE(weight.scalar_type() == x.scalar_type() && (!present(bias) || bias->scalar_type() == x.scalar_type()),
-                   "expected x, weight and bias of one dtype, got ", x.scalar_type(), " and ", weight.scalar_type());
-  TORCH_CHECK_VALUE(!present(bias) || (bias->dim() == 1 && bias->size(0) == weight.size(0)), "expected a bias of ",
-                    weight.size(0), " elements, got ", present(bias) ? bias->sizes() : at::IntArrayRef());
-  TORCH_CHECK_VALUE(weight.is_cpu() && (!present(bias) || bias->is_cpu()), "expected all tensors on the CPU");
+  check_linear(x, weight, bias);
   const Tensor x_rows = as_rows(x), weight_rows = as_rows(weight);
   const Tensor bias_row = present(bias) ? bias->contiguous() : Tensor();
   at::DimVector sizes(x.sizes());
