@@ -64,6 +64,15 @@ def test_one_step_at_a_time_with_keys_projected_once(name):
         torch.testing.assert_close(step_weights, weights[:, i])
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_compiles_without_a_graph_break(name):
+    torch._dynamo.reset()
+    module = MODULES[name]()
+    query, key, mask = torch.randn(2, module.query_size), torch.randn(2, 4, 6), torch.arange(4).expand(2, 4) < 3
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query, key, mask=mask), module(query, key, mask=mask))
+
+
 def test_modules_refuse_what_does_not_fit():
     module = ft.AdditiveAttention(5, 6, 7)
     query, key = torch.zeros(2, 3, 5), torch.zeros(2, 4, 6)
@@ -79,6 +88,8 @@ def test_modules_refuse_what_does_not_fit():
         assert text in str(info.value)
     with pytest.raises(TypeError, match="mask must be a bool tensor"):
         module(query, key, None, torch.ones(2, 4))
+    with pytest.raises(ValueError, match="hidden_size must be at least 1, got 0"):
+        ft.AdditiveAttention(5, 6, 0)
     with pytest.raises(ValueError, match='score must be "dot", "general" or "concat"'):
         ft.LuongAttention(5, 6, "cosine")
     with pytest.raises(ValueError, match="needs query_size and key_size to be equal, got 5 and 6"):

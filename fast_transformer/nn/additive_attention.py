@@ -79,6 +79,8 @@ class AdditiveAttention(_RecurrentAttention):
     """
 
     def __init__(self, query_size: int, key_size: int, hidden_size: int, device=None, dtype=None):
+        if hidden_size < 1:
+            raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
         super().__init__(query_size, key_size)
         self.query_projection = nn.Linear(query_size, hidden_size, bias=False, device=device, dtype=dtype)  # W
         self.key_projection = nn.Linear(key_size, hidden_size, bias=False, device=device, dtype=dtype)  # U
