@@ -5,9 +5,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _has_any_global_hook
 
-from .. import functional
+from .. import functional, reference
 from .dropout import Dropout
 from .norm import FusedLayerNorm
 
@@ -33,6 +34,22 @@ def fused_activation(activation: Callable[[Tensor], Tensor]) -> str | None:
     if activation is F.gelu or plain(activation, torch.nn.GELU):
         return "gelu_tanh" if getattr(activation, "approximate", "none") == "tanh" else "gelu"
     return None
+
+
+_SMALL = 2**16  # elements of a weight: with fewer, functional.linear's checks take longer than its kernel gains
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none") -> Tensor:
+    """activation(x · weightᵀ + bias)."""
+    op = reference.linear if weight.numel() < _SMALL else functional.linear
+    return op(x, weight, bias, activation)
+
+
+def linear(module: torch.nn.Module, x: Tensor, activation: str = "none") -> Tensor:
+    """activation(module(x)), in one pass where module is a plain linear layer."""
+    if plain(module, torch.nn.Linear, NonDynamicallyQuantizableLinear):
+        return project(x, module.weight, module.bias, activation)
+    return reference.ACTIVATIONS[activation](module(x))
 
 
 def fused_dropout(dropout: torch.nn.Module) -> float | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import functional
 from ..masks import causal_mask
+from ._fusion import linear, project
 from ._nested import nest_like, pad_nested
 from ._scripted import scriptable
 from .cache import KeyValueCache
@@ -189,7 +190,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             out, weights = out.transpose(1, 2)[0], None if weights is None else weights[0]  # (L, H, D)
         else:
             out = out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)  # (N, L, H, D) or (L, N, H, D)
-        out = self.out_proj(out.flatten(-2))
+        out = linear(self.out_proj, out.flatten(-2))
         return (out if nested is None else nest_like(out, nested)), weights
 
     def _check_inputs(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> None:
@@ -260,7 +261,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
         """Projects x; a tuple of (N, H, L, D) views, one for every embed_dim rows of weight."""
-        y = F.linear(x, weight, bias)
+        y = project(x, weight, bias)
         parts = y.shape[-1] // self.embed_dim
         y = y.view(*y.shape[:-1], parts, self.num_heads, self.head_dim)  # (N, L, n, H, D), (L, N, n, H, D)
         if x.dim() == 2:

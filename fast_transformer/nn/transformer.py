@@ -17,7 +17,7 @@ from torch.nn import LayerNorm, Module
 
 from .. import functional
 from ..masks import causal_mask
-from ._fusion import add, add_norm, fused_activation, fused_dropout
+from ._fusion import add, add_norm, fused_activation, fused_dropout, linear
 from ._nested import nest_like, pad_nested
 from ._scripted import scriptable
 from .cache import DecoderLayerCache, KeyValueCache
@@ -87,13 +87,14 @@ class _Branches:
         return self.multihead_attn(x, memory, memory, need_weights=False, **masks, **extras)[0]
 
     def _ff_branch(self, x):
-        h = self.linear1(x)
         name, dropout_p = fused_activation(self.activation), fused_dropout(self.dropout)
-        if name is not None and dropout_p:  # without dropout there is nothing to fuse
-            h = functional.activation_dropout(h, None, name, dropout_p=dropout_p)
+        if name is None or dropout_p is None:
+            h = self.dropout(self.activation(linear(self.linear1, x)))
+        elif dropout_p:
+            h = functional.activation_dropout(linear(self.linear1, x), None, name, dropout_p=dropout_p)
         else:
-            h = self.dropout(self.activation(h))
-        return self.linear2(h)
+            h = linear(self.linear1, x, name)
+        return linear(self.linear2, h)
 
     __prepare_scriptable__ = scriptable
 
