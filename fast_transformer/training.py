@@ -169,7 +169,8 @@ class Trainer:
                     if score is not None and self.stale == 0:
                         self.save("best")
                 if bar is not None:
-                    bar.set_postfix_str(f"loss {loss:.4g}, {speed:.3g} tokens/s, best {self.best:.4g}", refresh=False)
+                    best = f", best validation {self.best:.4g}" if self.best < math.inf else ""
+                    bar.set_postfix_str(f"loss {loss:.4g}, {speed:.3g} tokens/s{best}", refresh=False)
                     bar.update()
                 if interrupted.is_set():
                     saved = f", saved in {self.folder / 'last'}" if self.folder else ""
