@@ -13,8 +13,9 @@ import subprocess
 import sys
 from glob import glob
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
+TRITON = "fast_transformer.triton_kernels"
 NO_TORCH = (
     "fast_transformer is compiled against the torch it will run with, and no torch can be imported here. Install torch first, "
     "then run `pip install --no-build-isolation .` (pip's isolated builds do not see installed packages), or build without "
@@ -130,10 +131,10 @@ def main():
         print("fast_transformer: building no kernels (FAST_TRANSFORMER_SKIP_EXT=1)")
     module, build_ext = (None, None) if skip else extension()
     setup(
-        packages=["fast_transformer", "fast_transformer.nn", "fast_transformer.ops", "fast_transformer.triton_kernels"],
+        packages=[*find_packages(include=["fast_transformer*"], exclude=[TRITON]), TRITON],
         # The Triton kernels have a folder of their own, but live under our name: the top-level name triton_kernels belongs to
         # another package. (The link fast_transformer/triton_kernels does the same for a checkout that is not installed.)
-        package_dir={"fast_transformer.triton_kernels": "triton_kernels"},
+        package_dir={TRITON: "triton_kernels"},
         ext_modules=[] if skip else [module],
         cmdclass={} if skip else {"build_ext": build_ext},
     )

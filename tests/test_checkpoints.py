@@ -13,8 +13,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 import safetensors.torch  # noqa: E402
 
-from fast_transformer import checkpoints  # noqa: E402
-from fast_transformer.training import Trainer, load_weights, save_weights  # noqa: E402
+from fast_transformer.training import (  # noqa: E402
+    Trainer,
+    checkpoints,  # noqa: E402
+    load_weights,
+    save_weights,
+)
 
 
 def trainer(folder, **options) -> Trainer:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fast_transformer.losses import cross_entropy, teacher_forcing
+from fast_transformer.training import cross_entropy, teacher_forcing
 
 # float64 against float64: a sum of some tens of terms in another order, a few roundings of 2^-53.
 CLOSE = {"rtol": 1e-13, "atol": 1e-13}

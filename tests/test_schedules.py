@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fast_transformer.schedules import cosine, noam
+from fast_transformer.training import cosine, noam
 
 
 def test_noam_by_the_formula():

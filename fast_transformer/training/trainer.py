@@ -26,11 +26,8 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from . import checkpoints
-from .checkpoints import load_weights, save_weights
-from .losses import Batch, Loss, cross_entropy, teacher_forcing
-from .schedules import check_counts, cosine, noam
-
-__all__ = ["Trainer", "cosine", "cross_entropy", "load_weights", "noam", "save_weights", "teacher_forcing"]
+from .losses import Batch, Loss, teacher_forcing
+from .schedules import check_counts
 
 Batches = Iterable[Batch] | Callable[[int], Iterable[Batch]]
 
