@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def _check_size(name: str, value: int, low: int = 1) -> int:
+def check_size(name: str, value: int, low: int = 1) -> int:
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < low:
@@ -34,8 +34,8 @@ def sinusoids(length: int, d_model: int, *, device: torch.device | str | None = 
     Entry 2i of position p is sin(p / 10000^(2i / d_model)), entry 2i + 1 its cosine; the last cosine of an odd width is left
     out. Computed in float64.
     """
-    _check_size("length", length, 0)
-    _check_size("d_model", d_model)
+    check_size("length", length, 0)
+    check_size("d_model", d_model)
     even = torch.arange(0, d_model, 2, dtype=torch.float64, device=device)
     angles = torch.arange(length, dtype=torch.float64, device=device)[:, None] / 10000.0 ** (even / d_model)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, :d_model].float()
@@ -50,7 +50,7 @@ class SinusoidalPositions(nn.Module):
 
     def __init__(self, d_model: int) -> None:
         super().__init__()
-        self.d_model = _check_size("d_model", d_model)
+        self.d_model = check_size("d_model", d_model)
         self.register_buffer("table", sinusoids(512, d_model), persistent=False)
 
     def forward(self, length: int, offset: int = 0, *, padding: Tensor | None = None) -> Tensor:
@@ -59,8 +59,8 @@ class SinusoidalPositions(nn.Module):
         With padding (N,), the number of padding tokens before each sequence, (N, length, d_model): positions count from a
         sequence's first token.
         """
-        _check_size("length", length, 0)
-        _check_size("offset", offset, 0)
+        check_size("length", length, 0)
+        check_size("offset", offset, 0)
         if offset + length > len(self.table):
             rows = max(2 * len(self.table), offset + length)
             self.table = sinusoids(rows, self.d_model, device=self.table.device).to(self.table.dtype)
@@ -77,8 +77,8 @@ class LearnedPositions(nn.Module):
 
     def __init__(self, max_len: int, d_model: int) -> None:
         super().__init__()
-        self.max_len = _check_size("max_len", max_len)
-        self.weight = nn.Parameter(torch.empty(max_len, _check_size("d_model", d_model)).normal_(std=0.02))
+        self.max_len = check_size("max_len", max_len)
+        self.weight = nn.Parameter(torch.empty(max_len, check_size("d_model", d_model)).normal_(std=0.02))
 
     def forward(self, length: int, offset: int = 0, *, padding: Tensor | None = None) -> Tensor:
         """(length, d_model), or with padding (N, length, d_model): as SinusoidalPositions.forward.
@@ -86,8 +86,8 @@ class LearnedPositions(nn.Module):
         Raises:
             ValueError: a position past max_len.
         """
-        _check_size("length", length, 0)
-        _check_size("offset", offset, 0)
+        check_size("length", length, 0)
+        check_size("offset", offset, 0)
         if offset + length > self.max_len:
             raise ValueError(f"there are learned positions for max_len = {self.max_len} tokens, got {offset + length}")
         return _look_up(self.weight, length, offset, padding)
@@ -103,7 +103,7 @@ class RotaryPositions:
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0) -> None:
-        if _check_size("head_dim", head_dim) % 2 != 0:
+        if check_size("head_dim", head_dim) % 2 != 0:
             raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
         if not base > 0:
             raise ValueError(f"base must be a number > 0, got {base!r}")
@@ -163,9 +163,9 @@ class RelativePositionBias(nn.Module):
 
     def __init__(self, n_heads: int, *, bidirectional: bool, n_buckets: int = 32, max_distance: int = 128) -> None:
         super().__init__()
-        per_side = _check_size("n_buckets", n_buckets, 4) // 2 if bidirectional else n_buckets
-        _check_size("max_distance", max_distance, per_side // 2 + 1)
-        self.n_heads, self.bidirectional = _check_size("n_heads", n_heads), bidirectional
+        per_side = check_size("n_buckets", n_buckets, 4) // 2 if bidirectional else n_buckets
+        check_size("max_distance", max_distance, per_side // 2 + 1)
+        self.n_heads, self.bidirectional = check_size("n_heads", n_heads), bidirectional
         self.n_buckets, self.max_distance = n_buckets, max_distance
         self.weight = nn.Parameter(torch.empty(n_heads, n_buckets).normal_(std=0.02))
 
@@ -201,7 +201,7 @@ class AlibiBias(nn.Module):
 
     def __init__(self, n_heads: int) -> None:
         super().__init__()
-        below = 2 ** (_check_size("n_heads", n_heads).bit_length() - 1)
+        below = 2 ** (check_size("n_heads", n_heads).bit_length() - 1)
         slopes = [2 ** (-8 * i / below) for i in range(1, below + 1)]
         slopes += [2 ** (-4 * i / below) for i in range(1, 2 * (n_heads - below), 2)]
         self.register_buffer("slopes", torch.tensor(slopes), persistent=False)  # (H,)
