@@ -1,11 +1,26 @@
-"""Models of tokens and images on the twins: encoder-decoder, decoder-only."""
+"""Models of tokens and images on the twins: encoder-decoder, decoder-only, encoder-only, vision."""
 
 from .decoder_only import DecoderOnlyConfig, DecoderOnlyTransformer
+from .encoder_only import (
+    EncoderOnlyConfig,
+    EncoderOnlyTransformer,
+    MaskedLanguageModel,
+    SequenceClassifier,
+    TokenClassifier,
+)
 from .seq2seq import Seq2SeqConfig, Seq2SeqTransformer
+from .vision import VisionConfig, VisionTransformer
 
 __all__ = [
     "DecoderOnlyConfig",
     "DecoderOnlyTransformer",
+    "EncoderOnlyConfig",
+    "EncoderOnlyTransformer",
+    "MaskedLanguageModel",
     "Seq2SeqConfig",
     "Seq2SeqTransformer",
+    "SequenceClassifier",
+    "TokenClassifier",
+    "VisionConfig",
+    "VisionTransformer",
 ]
