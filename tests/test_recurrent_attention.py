@@ -58,7 +58,7 @@ def test_one_step_at_a_time_with_keys_projected_once(name):
     context, weights = module(query, key, mask=mask)
     projected = module.project_key(key)
     for i in range(3):
-        step_context, step_weights = module.attend(query[:, i], projected, key, mask)
+        step_context, step_weights = module(query[:, i], key, mask=mask, projected_key=projected)
         assert step_context.shape == (2, 6) and step_weights.shape == (2, 4)
         torch.testing.assert_close(step_context, context[:, i])
         torch.testing.assert_close(step_weights, weights[:, i])

@@ -4,8 +4,8 @@ A recurrent decoder asks step by step, with a new query over the same keys, so w
 
     attention = AdditiveAttention(query_size=512, key_size=1024, hidden_size=256)
     context, weights = attention(query, key, mask=mask)                 # all steps at once, query (B, L, 512)
-    projected = attention.project_key(key)                              # or once, and then in every step
-    context, weights = attention.attend(state, projected, key, mask)    # state (B, 512)
+    projected = attention.project_key(key)                              # or once, and then step by step, state (B, 512)
+    context, weights = attention(state, key, mask=mask, projected_key=projected)
 """
 
 import torch
@@ -22,7 +22,13 @@ class _RecurrentAttention(nn.Module):
         self.query_size, self.key_size = query_size, key_size
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor | None = None, mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        projected_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The mean of the values under weights that compare the query with each key.
 
@@ -32,6 +38,7 @@ class _RecurrentAttention(nn.Module):
             value: (B, S, Dv); None: the keys.
             mask: bool, **True = attend**: (B, S), or with a query of three dimensions also (B, L, S). A query that may attend
                 to nothing gets context 0 and weights 0.
+            projected_key: what `project_key(key)` gave, where that is done once for many calls.
 
         Returns:
             context (B, L, Dv) and weights (B, L, S); for one step (B, Dv) and (B, S).
@@ -39,15 +46,6 @@ class _RecurrentAttention(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the text names it.
         """
-        return self.attend(query, self.project_key(key), key if value is None else value, mask)
-
-    def project_key(self, key: Tensor) -> Tensor:
-        """The part of the scores that depends on the keys (B, S, key_size) alone: compute it once for all steps."""
-        _check_sizes("key", key, self.key_size, (3,))
-        return self._project_key(key)
-
-    def attend(self, query: Tensor, projected_key: Tensor, value: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`forward` with keys that went through `project_key` before, and with values (to weigh the keys pass the keys)."""
         _check_sizes("query", query, self.query_size, (2, 3))
         step = query.dim() == 2
         if isinstance(mask, Tensor):
@@ -55,8 +53,15 @@ class _RecurrentAttention(nn.Module):
                 expected = "(B, S)" if step else "(B, S) or (B, L, S)"
                 raise ValueError(f"mask must have shape {expected}, got {tuple(mask.shape)}")
             mask = mask[:, None] if mask.dim() == 2 else mask  # (B, 1 or L, S)
+        projected_key = self.project_key(key) if projected_key is None else projected_key
+        value = key if value is None else value
         context, weights = self._attend(query[:, None] if step else query, projected_key, value, mask)
         return (context[:, 0], weights[:, 0]) if step else (context, weights)
+
+    def project_key(self, key: Tensor) -> Tensor:
+        """The part of the scores that depends on the keys (B, S, key_size) alone, for `forward` to take as projected_key."""
+        _check_sizes("key", key, self.key_size, (3,))
+        return self._project_key(key)
 
     def extra_repr(self) -> str:
         return f"query_size={self.query_size}, key_size={self.key_size}"
@@ -130,7 +135,7 @@ class LuongAttention(_RecurrentAttention):
 
     def _attend(self, query, projected_key, value, mask):
         if self.score == "concat":
-            return self.additive.attend(query, projected_key, value, mask)
+            return self.additive._attend(query, projected_key, value, mask)
         heads = (x[:, None] for x in (query, projected_key, value))  # (B, 1, length, size)
         mask = None if mask is None else mask[:, None]  # (B, 1, 1 or L, S)
         context, weights = functional.attention(*heads, mask=mask, scale=1.0, return_weights="mean")
