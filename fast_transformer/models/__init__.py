@@ -1,4 +1,4 @@
-"""Models of tokens and images on the twins: encoder-decoder, decoder-only, encoder-only, vision."""
+"""Models of tokens and images on the twins: encoder-decoder, decoder-only, encoder-only, recurrent, vision."""
 
 from .decoder_only import DecoderOnlyConfig, DecoderOnlyTransformer
 from .encoder_only import (
@@ -8,6 +8,7 @@ from .encoder_only import (
     SequenceClassifier,
     TokenClassifier,
 )
+from .rnn import RNNSeq2Seq
 from .seq2seq import Seq2SeqConfig, Seq2SeqTransformer
 from .vision import VisionConfig, VisionTransformer
 
@@ -17,6 +18,7 @@ __all__ = [
     "EncoderOnlyConfig",
     "EncoderOnlyTransformer",
     "MaskedLanguageModel",
+    "RNNSeq2Seq",
     "Seq2SeqConfig",
     "Seq2SeqTransformer",
     "SequenceClassifier",
