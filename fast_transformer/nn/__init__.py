@@ -1,10 +1,10 @@
 """Twins of torch.nn's Transformer modules: same constructors, parameters, state dicts and numbers, on fused kernels.
 
-from .cache import DecoderLayerCache, KeyValueCache
 And the attention of recurrent models, which torch.nn has not.
 """
 
 from .additive_attention import AdditiveAttention, LuongAttention
+from .cache import DecoderLayerCache, KeyValueCache
 from .dropout import Dropout
 from .multihead_attention import MultiheadAttention
 from .norm import DropoutAddLayerNorm, FusedLayerNorm, FusedRMSNorm
