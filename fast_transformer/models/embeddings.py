@@ -41,7 +41,7 @@ class TokenEmbedding(nn.Embedding):
             inside = (tokens >= 0) & (tokens < self.num_embeddings)
             torch._assert_async(inside.all(), f"{name} holds numbers outside a vocabulary of {self.num_embeddings}")
         try:
-            return super().forward(tokens)
+            return super().forward(tokens.long())  # F.embedding takes no small integers
         except IndexError:
             wrong = tokens[(tokens < 0) | (tokens >= self.num_embeddings)][0].item()
             raise ValueError(f"{name} must be numbers from 0 to {self.num_embeddings - 1}, got {wrong}") from None

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ..nn import AdditiveAttention, LuongAttention
+
 Layers = str | Module | Iterable[str | Module]
-ATTENTIONS = (torch.nn.MultiheadAttention,)  # what is found without being named
+ATTENTIONS = (torch.nn.MultiheadAttention, AdditiveAttention, LuongAttention)  # what is found without being named
 
 
 @contextmanager
@@ -28,9 +30,10 @@ def capture_attention(
 ) -> Iterator[dict[str, list[Tensor]]]:
     """Record the attention weights of every call inside the `with` block; outputs, gradients and random numbers stay the same.
 
-    The attentions are the MultiheadAttention modules of this package and of torch.nn; their forward runs twice, so it must
-    not change the module. (Stock encoder layers leave torch.nn's inference path while hooks are attached, which may change
-    their last bits.) A block that is checkpointed and recomputed inside the context is recorded again.
+    The attentions are the MultiheadAttention modules of this package and of torch.nn, and those of recurrent models. The
+    forward of the former runs twice, so it must not change the module. (Stock encoder layers leave torch.nn's inference path
+    while hooks are attached, which may change their last bits.) A block that is checkpointed and recomputed inside the context
+    is recorded again.
 
     Args:
         model: the module to watch; every call of it or of its parts counts.
