@@ -340,7 +340,7 @@ def _why_not_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> str |
 def _why_not_linear_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     if x.dtype != torch.float32:
         return f"F.linear takes oneDNN for half precision itself, and this is for float32 only; got {x.dtype}"
-    if not torch.backends.mkldnn.is_available():
+    if not ops.has_onednn:
         return "this torch has no oneDNN"
     return _why_not_linear(x, weight, bias)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from common import assert_accurate, need_extension, randn
 
-from fast_transformer import functional, ops
+from fast_transformer import functional, ops, reference
 
 pytestmark = need_extension
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -30,10 +30,9 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("K", [1, 7, 33, 512, 1023, 2100])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 65])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_against_float64_and_torch(level, dtype, rows, K):
-    for N, with_bias in ((1, True), (5, False), (37, True)):
+def test_against_float64_and_torch(level, dtype, K):
+    for rows, N, with_bias in ((1, 37, True), (2, 1, True), (3, 5, False), (4, 37, False), (7, 16, True), (65, 37, True)):
         x, weight, bias = randn(rows, K), randn(N, K), randn(N) if with_bias else None
         exact = F.linear(x, weight, bias)
         inputs = [t if t is None else t.to(dtype) for t in (x, weight, bias)]
@@ -108,6 +107,7 @@ def test_the_kernel_takes_few_rows_without_gradients(calls):
         functional.linear(x, weight)
         assert len(calls) == 1
         functional.linear(torch.randn(10_000, 16), weight)
+        functional.linear(torch.randn(65, 16), weight)
         functional.linear(x, torch.randn(16, 8).t())
         functional.linear(x, weight, backend="reference")
         with torch.autocast("cpu"):
@@ -125,6 +125,101 @@ def test_gradients_flow():
     assert torch.equal(got, want)
     for a, b in zip(*(torch.autograd.grad(y.square().sum(), inputs) for y in (got, want)), strict=True):
         assert torch.equal(a, b)
+
+
+onednn = functools.partial(functional.linear, backend="onednn")
+need_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+@need_onednn
+@pytest.mark.parametrize("activation", PLAIN)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_onednn_and_all_its_gradients(activation, with_bias):
+    """Rows, columns and inner sizes from 1 on; x as it lies after a transposition; gradients summed over all leading sizes."""
+    for shape, N in (((1, 1), 1), ((3, 7), 5), ((2, 5, 33), 17), ((4, 3, 9, 64), 100)):
+        exact_inputs = [randn(*shape), randn(N, shape[-1]), randn(N) if with_bias else None]
+        grad = randn(*shape[:-1], N)
+        results = []
+        for dtype, op in ((torch.float32, onednn), (torch.float32, reference.linear), (torch.float64, reference.linear)):
+            inputs = [None if t is None else t.to(dtype).requires_grad_() for t in exact_inputs]
+            out = op(*inputs, activation)
+            given = [t for t in inputs if t is not None]
+            results.append((out, *torch.autograd.grad(out, given, grad.to(dtype))))
+        for name, got, plain, exact in zip(("out", "x", "weight", "bias"), *results, strict=False):
+            assert got.is_contiguous()
+            assert_accurate(name, got, plain, exact, factor=2 if name == "out" else 3)
+        with torch.no_grad():
+            inputs = [t if t is None else t.float() for t in exact_inputs]
+            torch.testing.assert_close(onednn(*inputs, activation), results[0][0])
+
+
+@need_onednn
+def test_onednn_gives_only_the_gradients_asked_for():
+    for asked in ((True, False, False), (False, True, False), (False, False, True), (True, False, True)):
+        inputs = [torch.randn(s, requires_grad=need) for s, need in zip(((6, 8), (4, 8), (4,)), asked, strict=True)]
+        onednn(*inputs).sum().backward()
+        F.linear(*(leaves := [t.detach().requires_grad_(t.requires_grad) for t in inputs])).sum().backward()
+        for ours, theirs in zip(inputs, leaves, strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if ours.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@need_onednn
+def test_onednn_any_strides():
+    turned, columns = torch.randn(5, 4, 3).permute(2, 1, 0), torch.randn(5, 7).t()
+    for inputs in ((turned, columns), (turned[..., ::2], columns[::2, ::2]), (torch.randn(5).expand(6, 5), columns)):
+        x, weight = (t.detach().requires_grad_() for t in inputs)
+        grad = torch.randn(*x.shape[:-1], len(weight)).transpose(0, -1).contiguous().transpose(0, -1)
+        got, want = onednn(x, weight), F.linear(x, weight)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.autograd.grad(got, (x, weight), grad), torch.autograd.grad(want, (x, weight), grad))
+
+
+@need_onednn
+def test_onednn_takes_large_products_of_float32(monkeypatch):
+    seen, kernel = [], ops.linear_onednn
+    monkeypatch.setattr(ops, "linear_onednn", lambda *args: seen.append(args) or kernel(*args))
+    weight = torch.nn.Parameter(torch.randn(256, 256))
+    large = functional._ONEDNN_WORK // 256**2
+    functional.linear(torch.randn(large - 1, 256), weight)
+    functional.linear(torch.randn(large, 256).double(), weight.double())
+    functional.linear(torch.randn(large, 256), weight, backend="reference")
+    with torch.autocast("cpu"):
+        functional.linear(torch.randn(large, 256), weight)
+    assert not seen
+    functional.linear(torch.randn(large, 256), weight)
+    functional.linear(torch.randn(2, large, 128), weight[:, :128])
+    assert len(seen) == 2
+    with torch.no_grad():
+        functional.linear(torch.randn(65, 1024), torch.randn(64, 1024))
+    assert len(seen) == 3
+
+
+@need_onednn
+def test_onednn_second_derivatives():
+    exact_inputs, results = [randn(6, 8), randn(4, 8), randn(4)], []
+    for dtype, op in ((torch.float32, onednn), (torch.float32, reference.linear), (torch.float64, reference.linear)):
+        inputs = [t.to(dtype).requires_grad_() for t in exact_inputs]
+        out = op(*inputs, "none").tanh()
+        first = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+        results.append(torch.autograd.grad(sum(g.square().sum() for g in first), inputs))
+    for name, *grads in zip(("x", "weight", "bias"), *results, strict=True):
+        assert_accurate(name, *grads, factor=3)
+
+
+@need_onednn
+def test_onednn_opcheck():
+    x, weight, bias = (torch.randn(s, requires_grad=True) for s in ((2, 3, 8), (5, 8), (5,)))
+    torch.library.opcheck(torch.ops.fast_transformer.linear_onednn.default, (x, weight, bias, "none"))
+    torch.library.opcheck(torch.ops.fast_transformer.linear_onednn.default, (x.detach(), weight.detach(), None, "gelu"))
+    backward = torch.ops.fast_transformer.linear_onednn_backward.default
+    for args in ((x, weight, True), (x, None, False), (None, weight, True)):
+        torch.library.opcheck(
+            backward, (torch.randn(2, 3, 5), *(t.detach() if isinstance(t, torch.Tensor) else t for t in args))
+        )
+    with pytest.raises(ValueError, match="gradient without an activation only, got relu"):
+        torch.ops.fast_transformer.linear_onednn(x, weight, bias, "relu")
 
 
 def test_the_op_refuses_to_lose_a_gradient():
@@ -157,7 +252,7 @@ def test_opcheck():
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("backend", [None, "cpu"])
+@pytest.mark.parametrize("backend", [None, "cpu", "onednn"])
 def test_compiles_without_a_graph_break(compiler, backend):
     torch._dynamo.reset()
     x, weight, bias = torch.randn(3, 16), torch.randn(8, 16), torch.randn(8)
@@ -198,6 +293,13 @@ BAD = [
     ("no-text", lambda: functional.linear(X, WEIGHT, None, F.relu), ValueError, "activation must be one of .* got <function"),
     ("backend", lambda: functional.linear(X, WEIGHT, backend="cuda"), ValueError, "backend must be None or one of 'cpu'"),
     ("gradient", lambda: linear(X, WEIGHT.clone().requires_grad_()), RuntimeError, "an input needs a gradient"),
+    ("onednn-dtype", lambda: onednn(X.double(), WEIGHT.double()), RuntimeError, "float32 only; got torch.float64"),
+    (
+        "onednn-shape",
+        lambda: torch.ops.fast_transformer.linear_onednn(X, X[:, 1:], None, "none"),
+        ValueError,
+        r"expected x \(..., K\)",
+    ),
     ("strides", lambda: linear(X, torch.zeros(8, 4).t()), RuntimeError, r"must lie contiguous, got .* strides \(1, 4\)"),
     ("op-shape", lambda: torch.ops.fast_transformer.linear(X, X[:, 1:], None, "none"), ValueError, r"expected x \(..., K\)"),
     (

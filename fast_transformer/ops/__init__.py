@@ -5,7 +5,7 @@ from .activation_dropout import activation_dropout, dropout
 from .additive_attention import additive_scores, additive_scores_triton
 from .attention import attention, attention_triton, triton_interpreted, triton_missing
 from .dropout_add_layer_norm import dropout_add_layer_norm, dropout_add_rms_norm
-from .linear import linear, linear_onednn
+from .linear import has_onednn, linear, linear_onednn
 
 __all__ = [
     "BUILD_COMMAND",
@@ -20,6 +20,7 @@ __all__ = [
     "dropout",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
+    "has_onednn",
     "linear",
     "linear_onednn",
     "missing",

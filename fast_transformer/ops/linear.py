@@ -10,6 +10,7 @@ from .. import reference
 from ._extension import missing
 from ._register import check_devices, entry, impl_autograd
 
+has_onednn = torch.backends.mkldnn.is_available()
 _call, _call_onednn = entry("linear"), entry("linear_onednn")
 
 
