@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
-from . import functional
+from .. import functional
 
 Batch = tuple[Tensor, ...]
 Loss = Callable[[Module, Batch], tuple[Tensor, Tensor | int]]

@@ -1,0 +1,1 @@
+"""Learning to read dates: `python -m fast_transformer.demo` compares torch.nn with its twins, with `--rnn` recurrent models."""
