@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from sequences import Seq2Seq, assert_equal, endless, parameters
+from sequences import assert_equal, endless, parameters, seq2seq
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,7 +22,7 @@ from fast_transformer.training import (  # noqa: E402
 
 
 def trainer(folder, **options) -> Trainer:
-    return Trainer(Seq2Seq(**options), folder=folder, progress=False)
+    return Trainer(seq2seq(**options), folder=folder, progress=False)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_another_model_is_named_by_its_parameters_and_nothing_is_read(run, tmp_p
     other = trainer(tmp_path, d_model=8)
     before = parameters(other.model)
     with pytest.raises(
-        ValueError, match=r"another model: .*embedding.weight is \(13, 16\) in the file, \(13, 8\) in the model"
+        ValueError, match=r"another model: .*source.tokens.weight is \(13, 16\) in the file, \(13, 8\) in the model"
     ):
         other.resume()
     deeper = trainer(tmp_path, n_layers=2)
@@ -92,7 +92,7 @@ def test_tied_and_untied_are_different_models(tmp_path):
 
 
 def test_another_optimizer_is_named(run, tmp_path):
-    model = Seq2Seq()
+    model = seq2seq()
     other = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path, progress=False)
     with pytest.raises(ValueError, match="last needs the optimizer AdamW, got SGD"):
         other.resume()
@@ -186,4 +186,4 @@ def test_a_run_is_not_overwritten_by_accident(run, tmp_path):
 def test_a_missing_package_is_named_with_its_extra(package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf'{package}: pip install "fast-transformer-kernels\[train\]"'):
-        Trainer(Seq2Seq(), folder=tmp_path)
+        Trainer(seq2seq(), folder=tmp_path)

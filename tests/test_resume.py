@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from sequences import Seq2Seq, assert_equal, endless, examples, parameters
+from sequences import assert_equal, endless, examples, parameters, seq2seq
 from torch.utils.data import DataLoader, TensorDataset
 
 from fast_transformer.training import Trainer, noam, teacher_forcing
@@ -43,7 +43,7 @@ def start(folder, seed: int = 0, **options) -> Trainer:
     random.seed(seed)
     loss = teacher_forcing(pad_id=0, label_smoothing=0.1)
     settings = {"schedule": noam(16, 8), "loss": loss, "accumulate": 2, "autocast": True} | options
-    return Trainer(Seq2Seq(dropout=0.2), folder=folder, progress=False, **settings)
+    return Trainer(seq2seq(dropout=0.2), folder=folder, progress=False, **settings)
 
 
 def log(folder) -> list[dict[str, str]]:
