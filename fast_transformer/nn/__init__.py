@@ -24,9 +24,9 @@ from .transformer import (
 )
 
 __all__ = [
+    "AdditiveAttention",
     "AlibiBias",
     "DecoderLayerCache",
-    "AdditiveAttention",
     "Dropout",
     "DropoutAddLayerNorm",
     "FusedLayerNorm",

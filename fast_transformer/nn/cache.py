@@ -44,13 +44,14 @@ class KeyValueCache:
             larger = key.new_empty(2, N, H, self._capacity, D)
             larger[:, :, :, :start] = self._buffer[:, :, :, :start]
             self._buffer = larger
-        self._buffer[0, :, :, start : self.length] = key
-        self._buffer[1, :, :, start : self.length] = value
+        room = self._buffer.narrow(3, start, L).unbind()
+        room[0].copy_(key)
+        room[1].copy_(value)
         return self.contents()
 
     def contents(self) -> tuple[Tensor, Tensor]:
         """The keys and the values, as views (N, H, length, D)."""
-        return self._buffer[0, :, :, : self.length], self._buffer[1, :, :, : self.length]
+        return self._buffer.narrow(3, 0, self.length).unbind()
 
     def reorder(self, rows: Tensor) -> None:
         """Lets row i go on from what row rows[i] holds; rows (M,). Where M is the number of rows, only those that change are
@@ -64,7 +65,12 @@ class KeyValueCache:
             self._buffer[:, :, :, : self.length] = used[:, rows]
             return
         changed = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
-        used[:, changed] = used[:, rows[changed]]
+        sources = rows[changed]
+        if rows.is_cpu and not torch.isin(sources, changed).any():  # no source is overwritten: no copy in between
+            for row, source in zip(changed.tolist(), sources.tolist(), strict=True):
+                used[:, row] = used[:, source]
+        else:
+            used[:, changed] = used[:, sources]
 
 
 class DecoderLayerCache(NamedTuple):
