@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from ..masks import padding_mask
 from ..nn import KeyValueCache, TransformerEncoder, TransformerEncoderLayer
+from ..nn._fusion import linear
+from ..nn._stepping import StackStep, stack_step
 from .embeddings import Embedding, position_bias, rotary_positions, tie
 
 
@@ -56,6 +58,7 @@ class DecoderOnlyState:
     """Where decoding stands: the layers' keys and values; which of them are padding, and how many for each row, or None."""
 
     caches: list[KeyValueCache]
+    stack_step: StackStep | None  # for one token at a time
     hidden: Tensor | None = None  # (N, tokens read), True = padding
     padding: Tensor | None = None  # (N,)
 
@@ -133,8 +136,12 @@ class DecoderOnlyTransformer(nn.Module):
         Raises:
             TypeError, ValueError: tokens that are no integers or outside the vocabulary.
         """
-        hidden = None if self.pad_id is None else padding_mask(tokens, self.pad_id)
-        return self.head(self._decode(tokens, hidden, None if hidden is None else _leading(hidden)))
+        hidden = padding = None
+        if self.pad_id is not None:
+            hidden = padding_mask(tokens, self.pad_id)
+            padding = _leading(hidden)
+        x, bias = self._enter(tokens, 0, padding)
+        return self.head(self.decoder(x, src_key_padding_mask=hidden, is_causal=True, position_bias=bias))
 
     def begin(self, inputs: Tensor, *, bos_id: int | None = None) -> tuple[Tensor, DecoderOnlyState]:
         """The prompts (N, L), padded on whatever side, now at the left, to be the first tokens of `step`; and the state.
@@ -145,7 +152,7 @@ class DecoderOnlyTransformer(nn.Module):
             if bos_id is None:
                 raise ValueError("an empty prompt needs bos_id, got None")
             inputs = inputs.new_full((len(inputs), 1), bos_id)
-        state = DecoderOnlyState([KeyValueCache() for _ in self.decoder.layers])
+        state = DecoderOnlyState([KeyValueCache() for _ in self.decoder.layers], stack_step(self.decoder))
         if self.pad_id is not None:
             hidden = padding_mask(inputs, self.pad_id)
             if hidden.any():
@@ -160,16 +167,19 @@ class DecoderOnlyTransformer(nn.Module):
         """
         if state.hidden is not None:
             state.hidden = torch.cat((state.hidden, padding_mask(tokens, self.pad_id)), dim=1)
-        return self.head(self._decode(tokens, state.hidden, state.padding, state.caches)[:, -1])
+        offset, hidden = state.caches[0].length, state.hidden
+        x, bias = self._enter(tokens, offset, state.padding)
+        if state.stack_step is not None and offset > 0 and tokens.shape[1] == 1:
+            visible = None if hidden is None else ~hidden[:, None, None]
+            return linear(self.head, state.stack_step(x[:, 0], state.caches, visible, bias))
+        masks = {"src_key_padding_mask": hidden, "is_causal": True}
+        return linear(self.head, self.decoder(x, **masks, position_bias=bias, cache=state.caches)[:, -1])
 
-    def _decode(
-        self, tokens: Tensor, hidden: Tensor | None, padding: Tensor | None, caches: list[KeyValueCache] | None = None
-    ) -> Tensor:
-        """tokens (N, L) -> (N, L, d_model); hidden (N, all tokens): which keys are padding; padding (N,): leading ones."""
-        offset, L = caches[0].length if caches else 0, tokens.shape[1]
-        x = self.embedding(tokens, offset, padding=padding)
+    def _enter(self, tokens: Tensor, offset: int, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the stack reads, (N, L, d_model), for tokens (N, L) after `offset` others; and its position_bias."""
+        L = tokens.shape[1]
         bias = None if self.bias is None else self.bias(L, offset + L, offset)
-        return self.decoder(x, src_key_padding_mask=hidden, is_causal=True, position_bias=bias, cache=caches)
+        return self.embedding(tokens, offset, padding=padding), bias
 
 
 def _leading(hidden: Tensor) -> Tensor:

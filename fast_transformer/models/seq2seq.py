@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from ..masks import look_ahead_mask, padding_mask
 from ..nn import DecoderLayerCache, KeyValueCache, Transformer, TransformerDecoder
+from ..nn._fusion import linear
+from ..nn._stepping import StackStep, stack_step
 from .embeddings import Embedding, position_bias, rotary_positions, tie
 
 
@@ -64,6 +66,7 @@ class Seq2SeqState:
     memory: Tensor  # (N, S, E)
     memory_padding: Tensor | None  # (N, S), True = padding
     caches: list[DecoderLayerCache]
+    stack_step: StackStep | None  # of the decoder, for one token at a time
 
     @property
     def length(self) -> int:
@@ -184,7 +187,7 @@ class Seq2SeqTransformer(nn.Module):
         """Encodes inputs (N, S); returns a column of bos_id (N, 1), to be the first tokens of `step`, and the state."""
         memory, padding = self.encode(inputs), padding_mask(inputs, self.pad_id)
         caches = [DecoderLayerCache(KeyValueCache(), KeyValueCache()) for _ in self.transformer.decoder.layers]
-        state = Seq2SeqState(memory, padding if padding.any() else None, caches)
+        state = Seq2SeqState(memory, padding if padding.any() else None, caches, stack_step(self.transformer.decoder))
         return inputs.new_full((len(inputs), 1), bos_id), state
 
     def step(self, tokens: Tensor, state: Seq2SeqState) -> Tensor:
@@ -195,6 +198,9 @@ class Seq2SeqTransformer(nn.Module):
         offset, L = state.length, tokens.shape[1]
         x = self.target(tokens, offset)
         bias = None if self.decoder_bias is None else self.decoder_bias(L, offset + L, offset)
+        if state.stack_step is not None and offset > 0 and L == 1:
+            visible = None if state.memory_padding is None else ~state.memory_padding[:, None, None]
+            return linear(self.head, state.stack_step(x[:, 0], state.caches, bias=bias, memory_visible=visible))
         x = self.transformer.decoder(
             x,
             state.memory,
@@ -203,7 +209,7 @@ class Seq2SeqTransformer(nn.Module):
             cache=state.caches,
             **_given(bias),
         )
-        return self.head(x[:, -1])
+        return linear(self.head, x[:, -1])
 
 
 def _causal(decoder: nn.Module, L: int, device: torch.device) -> dict[str, Any]:
