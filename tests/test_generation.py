@@ -9,7 +9,7 @@ from torch import nn
 
 from fast_transformer import generation
 from fast_transformer.generation import beam_search, greedy, sample
-from fast_transformer.models import DecoderOnlyTransformer, Seq2SeqTransformer
+from fast_transformer.models import DecoderOnlyTransformer, RNNSeq2Seq, Seq2SeqTransformer
 from fast_transformer.models.embeddings import POSITIONS
 
 PAD, BOS, EOS = 0, 1, 2
@@ -425,17 +425,31 @@ def ragged(side="right"):
     return x if side == "right" else torch.stack([row.roll((row == PAD).sum().item()) for row in x])
 
 
-@every_decoder
-@pytest.mark.parametrize("positions", POSITIONS)
-@every_model
-def test_with_and_without_a_cache(make, positions, decode):
-    model, inputs = make(positions=positions), ragged()
-    limits = {"max_new_tokens": 12, "bos_id": BOS, "eos_id": EOS}
+def assert_same_without_a_cache(model, decode):
+    inputs, limits = ragged(), {"max_new_tokens": 12, "bos_id": BOS, "eos_id": EOS}
     cached, anew = (decode(model, inputs, cache=cache, **limits) for cache in (True, False))
     assert torch.equal(cached.tokens, anew.tokens)
     torch.testing.assert_close(cached.scores, anew.scores, rtol=1e-9, atol=1e-11)
     assert len(set(map(str, cached.tokens.tolist()))) > 1  # it matters what the model reads
     assert cached.scores.isfinite().all()
+
+
+@every_decoder
+@pytest.mark.parametrize("positions", POSITIONS)
+@every_model
+def test_with_and_without_a_cache(make, positions, decode):
+    assert_same_without_a_cache(make(positions=positions), decode)
+
+
+@every_decoder
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("attention", [None, "bahdanau", "luong_general"])
+def test_recurrent_with_and_without_its_state(attention, cell, decode):
+    model = RNNSeq2Seq(13, 11, 16, 16, cell=cell, attention=attention).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3.0)  # at first, what such a model says hardly depends on what it reads
+    assert_same_without_a_cache(model, decode)
 
 
 @pytest.mark.parametrize("name", ["greedy", "beam_search"])
