@@ -141,9 +141,6 @@ def beam_search(
     _check_whole("n_best", n_best, 1, beams)
     _check_number("length_penalty", length_penalty, "a finite number >= 0", lambda a: 0 <= a < math.inf)
 
-    def penalty(length: Tensor | int) -> Tensor | float:
-        return ((5 + length) / 6) ** length_penalty
-
     with _evaluating(model):
         decoder = _Decoder(model, inputs, max_new_tokens, eos_id, bos_id, cache)
         N, device = len(inputs), inputs.device
@@ -171,14 +168,14 @@ def beam_search(
             if eos_id is not None:
                 done |= (token == eos_id) & (total > -math.inf)
                 # Log-probabilities are <= 0, so a total can only fall, and no penalty divides it by more than the last one.
-                bound = total.masked_fill(done, -math.inf).amax(1) / penalty(max_new_tokens)
-                ended = (total / penalty(length)).masked_fill(~done, -math.inf).topk(n_best)[0]  # (N, n_best)
+                bound = _penalised(total.masked_fill(done, -math.inf).amax(1), max_new_tokens, length_penalty)
+                ended = _penalised(total.masked_fill(~done, -math.inf), length, length_penalty).topk(n_best)[0]  # (N, n_best)
                 if (ended[:, -1] >= bound).all():
                     total = total.masked_fill(~done, -math.inf)
                     break
             decoder.reorder((first_place // beams).expand(-1, beams) if t == 0 else first_place + parent)
             tokens = token.view(-1, 1)
-        scores, best = (total / penalty(length)).topk(n_best)
+        scores, best = _penalised(total, length, length_penalty).topk(n_best)
         missing = scores == -math.inf
         length = length.gather(1, best).masked_fill(missing, 0)
         history = history.gather(1, best[:, :, None].expand(-1, -1, max_new_tokens))
@@ -225,6 +222,11 @@ def _draw(log_probs: Tensor, temperature: float, top_k: int | None, top_p: float
     likelier = F.pad(probs.cumsum(-1)[:, :-1], (1, 0))  # the sum of those before each
     probs = probs.masked_fill(likelier >= top_p, 0.0)
     return order.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
+
+
+def _penalised(total: Tensor, length: Tensor | int, alpha: float) -> Tensor:
+    """Log-probabilities over the length penalty of Wu et al. 2016, equation 14."""
+    return total / ((5 + torch.as_tensor(length, dtype=total.dtype)) / 6) ** alpha
 
 
 def _staying(parent: Tensor) -> Tensor:
