@@ -19,9 +19,9 @@ _MAX_LENGTH = 2**62  # positions and their differences fit into 64 bits
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TRITON_DTYPES = _KERNEL_DTYPES[:3]
 _ONEDNN_WORK = 2**22  # products from which `linear` takes oneDNN; see _large
-# The number of rows up to which `linear` takes its own kernel. In bfloat16, oneDNN overtakes it between 16 and 64 rows, in
-# float64 MKL at 64.
-_FEW_ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 64, torch.float64: 64}
+# The number of rows up to which `linear` takes its own kernel. With more, oneDNN overtakes it in float32 and bfloat16, MKL in
+# float64.
+_FEW_ROWS = {torch.float32: 64, torch.bfloat16: 32, torch.float16: 64, torch.float64: 64}
 
 
 # Checks: ValueError or TypeError with the argument's name, what was expected and what came.

@@ -299,8 +299,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         self, q: Tensor, beams: int, attn_mask: Tensor | None, position_bias: Tensor | None, causal: bool
     ) -> Tensor:
         """(N * beams, H, L, D) -> (N, H, beams * L, D): the beams of a sequence share its keys, so they are its queries."""
-        if attn_mask is not None or position_bias is not None or causal:
-            raise ValueError(f"{beams} queries for each row of the cache allow for key_padding_mask, and for no other mask")
+        if attn_mask is not None or position_bias is not None or causal or self.window is not None:
+            raise ValueError(
+                f"{beams} queries for each row of the cache allow for key_padding_mask, and for no other mask or window"
+            )
         return q.unflatten(0, (-1, beams)).transpose(1, 2).flatten(2, 3)
 
     @property
