@@ -31,9 +31,8 @@ def test_modules_compute_the_papers_equations(name):
     module = MODULES[name]().double()
     query = torch.randn(2, 3, module.query_size, dtype=torch.float64, requires_grad=True)
     key, value = torch.randn(2, 4, 6, dtype=torch.float64), torch.randn(2, 4, 2, dtype=torch.float64)
-    padding = torch.tensor([[True, True, False, True], [False] * 4])
-    each = torch.rand(2, 3, 4) < 0.6
-    for mask, full in ((None, torch.ones(2, 3, 4).bool()), (padding, padding[:, None].expand(2, 3, 4)), (each, each)):
+    padding = torch.tensor([[False, False, True, False], [True] * 4])
+    for mask, full in ((None, torch.ones(2, 3, 4).bool()), (padding, ~padding[:, None].expand(2, 3, 4))):
         context, weights = module(query, key, value, mask)
         logits = torch.stack(
             [torch.stack([torch.stack([scores(module, q, k) for k in key[b]]) for q in query[b]]) for b in range(2)]
@@ -53,12 +52,12 @@ def test_one_step_at_a_time_with_keys_projected_once(name):
     query, key, mask = (
         torch.randn(2, 3, module.query_size),
         torch.randn(2, 4, 6),
-        torch.tensor([[True] * 4, [True, True, False, False]]),
+        torch.tensor([[False] * 4, [False, False, True, True]]),
     )
-    context, weights = module(query, key, mask=mask)
+    context, weights = module(query, key, key_padding_mask=mask)
     projected = module.project_key(key)
     for i in range(3):
-        step_context, step_weights = module(query[:, i], key, mask=mask, projected_key=projected)
+        step_context, step_weights = module(query[:, i], key, key_padding_mask=mask, projected_key=projected)
         assert step_context.shape == (2, 6) and step_weights.shape == (2, 4)
         torch.testing.assert_close(step_context, context[:, i])
         torch.testing.assert_close(step_weights, weights[:, i])
@@ -68,9 +67,9 @@ def test_one_step_at_a_time_with_keys_projected_once(name):
 def test_compiles_without_a_graph_break(name):
     torch._dynamo.reset()
     module = MODULES[name]()
-    query, key, mask = torch.randn(2, module.query_size), torch.randn(2, 4, 6), torch.arange(4).expand(2, 4) < 3
+    query, key, mask = torch.randn(2, module.query_size), torch.randn(2, 4, 6), torch.arange(4).expand(2, 4) >= 3
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(query, key, mask=mask), module(query, key, mask=mask))
+    torch.testing.assert_close(compiled(query, key, key_padding_mask=mask), module(query, key, key_padding_mask=mask))
 
 
 def test_modules_refuse_what_does_not_fit():
@@ -80,13 +79,13 @@ def test_modules_refuse_what_does_not_fit():
         ((query[..., :4], key), "query must have shape (batch, 5) or (batch, length, 5), got (2, 3, 4)"),
         ((query, key[0]), "key must have shape (batch, length, 6), got (4, 6)"),
         ((query, key, key[:, :3]), "value must be (B, S, Dv)"),
-        ((query, key, None, torch.ones(4).bool()), "mask must have shape (B, S) or (B, L, S), got (4,)"),
-        ((query[:, 0], key, None, torch.ones(2, 1, 4).bool()), "mask must have shape (B, S), got (2, 1, 4)"),
+        ((query, key, None, torch.ones(4).bool()), "key_padding_mask must have shape (2, 4), got (4,)"),
+        ((query[:, 0], key, None, torch.ones(2, 1, 4).bool()), "key_padding_mask must have shape (2, 4), got (2, 1, 4)"),
     ):
         with pytest.raises(ValueError) as info:
             module(*arguments)
         assert text in str(info.value)
-    with pytest.raises(TypeError, match="mask must be a bool tensor"):
+    with pytest.raises(TypeError, match=r"key_padding_mask must be a bool tensor \(True = hidden\), got torch.float32"):
         module(query, key, None, torch.ones(2, 4))
     with pytest.raises(ValueError, match="hidden_size must be at least 1, got 0"):
         ft.AdditiveAttention(5, 6, 0)

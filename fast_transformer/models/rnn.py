@@ -34,7 +34,7 @@ class RNNState:
     """Where decoding stands: what the encoder gave, one row a sentence, and the decoder's state, one row a beam."""
 
     memory: Tensor  # (N, S, H): the encoder's states; without attention (N, 1, H), its last one
-    mask: Tensor  # (N, S), True = attend
+    padding: Tensor  # (N, S), True = padding
     projected_memory: Tensor | None  # (N, S, H): what the attention needs of memory, computed once
     hidden: tuple[Tensor, ...]  # (n_layers, M, H); an LSTM has two, the second is its cell
 
@@ -144,8 +144,8 @@ class RNNSeq2Seq(nn.Module):
             hidden = tuple(h.unflatten(0, (self.n_layers, -1)).transpose(1, 2).flatten(2) for h in hidden)
             hidden = tuple(h * (lengths > 0)[:, None] for h in hidden)
         if self.attention is None:
-            return RNNState(hidden[0][-1][:, None], ~padding, None, hidden)
-        return RNNState(memory, ~padding, self.attention.project_key(memory), hidden)
+            return RNNState(hidden[0][-1][:, None], padding, None, hidden)
+        return RNNState(memory, padding, self.attention.project_key(memory), hidden)
 
     def _decode(self, target: Tensor, state: RNNState, name: str) -> Tensor:
         """Readouts (M, L, H) of target (M, L), by whose tokens the state advances."""
@@ -182,7 +182,8 @@ class RNNSeq2Seq(nn.Module):
             context = state.memory.expand(N, queries, self.hidden_size)
         else:
             query = query.reshape(N, queries, size)
-            context, _ = self.attention(query, state.memory, mask=state.mask, projected_key=state.projected_memory)
+            keys = {"key_padding_mask": state.padding, "projected_key": state.projected_memory}
+            context, _ = self.attention(query, state.memory, **keys)
         return context.reshape(M, L, self.hidden_size)
 
 

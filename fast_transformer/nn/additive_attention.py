@@ -3,9 +3,9 @@
 A recurrent decoder asks step by step, with a new query over the same keys, so what depends on the keys alone can be done once:
 
     attention = AdditiveAttention(query_size=512, key_size=1024, hidden_size=256)
-    context, weights = attention(query, key, mask=mask)                 # all steps at once, query (B, L, 512)
+    context, weights = attention(query, key, key_padding_mask=padding)  # all steps at once, query (B, L, 512)
     projected = attention.project_key(key)                              # or once, and then step by step, state (B, 512)
-    context, weights = attention(state, key, mask=mask, projected_key=projected)
+    context, weights = attention(state, key, key_padding_mask=padding, projected_key=projected)
 """
 
 import torch
@@ -15,7 +15,7 @@ from .. import functional
 
 
 class _RecurrentAttention(nn.Module):
-    """What both have in common: (query, key, value, mask) in, (context, weights) out, in one or in many steps."""
+    """What both have in common: (query, key, value) in, (context, weights) out, in one or in many steps."""
 
     def __init__(self, query_size: int, key_size: int):
         super().__init__()
@@ -26,7 +26,7 @@ class _RecurrentAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor | None = None,
-        mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
         *,
         projected_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -36,8 +36,8 @@ class _RecurrentAttention(nn.Module):
             query: (B, L, query_size), or (B, query_size) for one step.
             key: (B, S, key_size), the states of an encoder.
             value: (B, S, Dv); None: the keys.
-            mask: bool, **True = attend**: (B, S), or with a query of three dimensions also (B, L, S). A query that may attend
-                to nothing gets context 0 and weights 0.
+            key_padding_mask: bool (B, S), True = hidden, as torch.nn's modules take it. A query that sees no key gets context 0
+                and weights 0.
             projected_key: what `project_key(key)` gave, where that is done once for many calls.
 
         Returns:
@@ -48,11 +48,10 @@ class _RecurrentAttention(nn.Module):
         """
         _check_sizes("query", query, self.query_size, (2, 3))
         step = query.dim() == 2
-        if isinstance(mask, Tensor):
-            if mask.dim() != 2 and (step or mask.dim() != 3):
-                expected = "(B, S)" if step else "(B, S) or (B, L, S)"
-                raise ValueError(f"mask must have shape {expected}, got {tuple(mask.shape)}")
-            mask = mask[:, None] if mask.dim() == 2 else mask  # (B, 1 or L, S)
+        mask = None
+        if key_padding_mask is not None:
+            _check_padding(key_padding_mask, tuple(key.shape[:2]))
+            mask = ~key_padding_mask[:, None]  # (B, 1, S), True = attend
         projected_key = self.project_key(key) if projected_key is None else projected_key
         value = key if value is None else value
         context, weights = self._attend(query[:, None] if step else query, projected_key, value, mask)
@@ -72,6 +71,14 @@ def _check_sizes(name: str, x: Tensor, size: int, dims: tuple[int, ...]) -> None
     if x.dim() not in dims or x.shape[-1] != size:
         expected = " or ".join("(batch, length, {})" if d == 3 else "(batch, {})" for d in dims).replace("{}", str(size))
         raise ValueError(f"{name} must have shape {expected}, got {tuple(x.shape)}")
+
+
+def _check_padding(mask: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"key_padding_mask must be a bool tensor (True = hidden), got {kind}")
+    if mask.shape != shape:
+        raise ValueError(f"key_padding_mask must have shape {shape}, got {tuple(mask.shape)}")
 
 
 class AdditiveAttention(_RecurrentAttention):
@@ -137,7 +144,7 @@ class LuongAttention(_RecurrentAttention):
         if self.score == "concat":
             return self.additive._attend(query, projected_key, value, mask)
         heads = (x[:, None] for x in (query, projected_key, value))  # (B, 1, length, size)
-        mask = None if mask is None else mask[:, None]  # (B, 1, 1 or L, S)
+        mask = None if mask is None else mask[:, None]  # (B, 1, 1, S)
         context, weights = functional.attention(*heads, mask=mask, scale=1.0, return_weights="mean")
         return context[:, 0], weights
 
