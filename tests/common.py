@@ -1,10 +1,22 @@
 """What several tests share: the rule by which a number is right, and the test data that goes with it."""
 
+import functools
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fast_transformer import functional, ops, reference
+
+# The activations of `functional`, by name, as torch.nn has them.
+PLAIN = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
 
 need_extension = pytest.mark.skipif(ops.missing is not None, reason=str(ops.missing))
 

@@ -1,24 +1,15 @@
 """activation_dropout and dropout: every backend and instruction set against float64 and plain PyTorch."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import assert_accurate, drawn_keep_mask, keep_count_is_likely, need_extension, randn
+from common import PLAIN, assert_accurate, drawn_keep_mask, keep_count_is_likely, need_extension, randn
 
 from fast_transformer import functional
 
 pytestmark = need_extension
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-PLAIN = {
-    "none": lambda x: x,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-}
 
 
 def run(op, x, bias, grad):

@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fast_transformer import functional, reference
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HERE = Path(__file__).parent / "cuda_on_cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]  # in the order of DType in csrc/arguments.h
 PAIRS = [(dtype, stream) for dtype in DTYPES for stream in dict.fromkeys((dtype, torch.float32))]
@@ -25,15 +27,6 @@ GUARD = 16  # elements of NaN around every tensor
 
 class Rows(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The references' tensors are small: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

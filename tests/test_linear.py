@@ -5,19 +5,12 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from common import assert_accurate, need_extension, randn
+from common import PLAIN, assert_accurate, need_extension, randn
 
 from fast_transformer import functional, ops, reference
 
 pytestmark = need_extension
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-PLAIN = {
-    "none": lambda x: x,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-}
 linear = functools.partial(functional.linear, backend="cpu")
 
 

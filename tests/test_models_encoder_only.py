@@ -14,6 +14,8 @@ from fast_transformer.models import (
     TokenClassifier,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PAD, VOCAB, E, H, CLASSES = 0, 13, 8, 2, 3
 SIZES = {"d_model": E, "n_heads": H, "n_layers": 2, "d_ff": 12, "max_len": 9, "dropout": 0.0}
 HEADS = {
@@ -22,15 +24,6 @@ HEADS = {
     "token": lambda encoder: TokenClassifier(encoder, CLASSES),
 }
 each_head = pytest.mark.parametrize("kind", HEADS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors are tiny; threads that wait for each other take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(kind: str | None = None, **options) -> nn.Module:

@@ -13,18 +13,11 @@ from fast_transformer.generation import beam_search, greedy
 from fast_transformer.models import RNNSeq2Seq
 from fast_transformer.models.rnn import ATTENTIONS, CELLS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PAD, BOS, SOURCE, TARGET, H = 0, 1, 13, 11, 6
 each_attention = pytest.mark.parametrize("attention", ATTENTIONS, ids=str)
 each_cell = pytest.mark.parametrize("cell", CELLS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors are tiny; threads that wait for each other take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(**options) -> RNNSeq2Seq:

@@ -8,17 +8,10 @@ from twins import CLOSE, assert_same_parameter_gradients, randomise, slow_path
 
 from fast_transformer.models import VisionConfig, VisionTransformer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 E, H, P, CLASSES = 8, 2, 4, 5
 SIZES = {"d_model": E, "n_heads": H, "n_layers": 2, "d_ff": 12, "image_size": 12, "patch_size": P, "dropout": 0.0}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors are tiny; threads that wait for each other take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(**options) -> VisionTransformer:

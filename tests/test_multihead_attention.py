@@ -28,6 +28,8 @@ from twins import (
 import fast_transformer as ft
 from fast_transformer import functional
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 f64 = torch.float64
 N, L, S, E, H = 3, 4, 5, 8, 2
 
@@ -91,15 +93,6 @@ def plain_attention(m, query, key, value, visible, *, window=None, softcap=None)
     total = weights.sum(-1, keepdim=True)
     weights = weights / torch.where(total == 0, 1.0, total)
     return (weights @ v).transpose(1, 2).flatten(2) @ m.out_proj.weight.T + m.out_proj.bias, weights
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors are tiny; threads that wait for each other take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -32,21 +32,14 @@ from twins import (
 import fast_transformer as ft
 from fast_transformer import functional
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 f64 = torch.float64
 N, L, S, E, H, FF = 3, 4, 5, 8, 2, 12
 LAYERS = {"encoder": "TransformerEncoderLayer", "decoder": "TransformerDecoderLayer"}
 each_layer = pytest.mark.parametrize("kind", LAYERS)
 norm_order = pytest.mark.parametrize("norm_first", [False, True], ids=["post_norm", "pre_norm"])
 train_and_eval = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors are tiny; threads that wait for each other take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(kind, **options):
