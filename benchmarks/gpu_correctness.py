@@ -140,7 +140,7 @@ def results(name: str, backend: str, device: str, dtype: torch.dtype) -> dict[st
     query, key, value = (laid_out(x.to(device, dtype), CASES[name].layout).requires_grad_() for x in inputs[:3])
     bias = None if inputs[3] is None else inputs[3].to(device, dtype).requires_grad_()
     mask = None if mask is None else mask.to(device)
-    functional._draw_seed = lambda p, where: torch.tensor(SEED, device=where) if p > 0.0 else None
+    functional._random.draw_seed = lambda p, where: torch.tensor(SEED, device=where) if p > 0.0 else None
     returned = attention(query, key, value, mask=mask, bias=bias, backend=backend, **options)
     returned = returned if isinstance(returned, tuple) else (returned,)
     torch.manual_seed(1)
@@ -204,7 +204,7 @@ def check_choice(dtype):
 
 
 def check_compile(dtype):
-    functional._draw_seed = DRAW_SEED
+    functional._random.draw_seed = DRAW_SEED
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
     for options in ({}, {"dropout_p": 0.2}):
         fn = torch.compile(lambda *inputs, o=options: attention(*inputs, causal=True, **o), fullgraph=True, backend=backend)
@@ -220,7 +220,7 @@ def check_compile(dtype):
 
 def check_graph(dtype):
     """A captured training step, replayed on other inputs, gives the bits of an eager one; and draws dropout anew."""
-    functional._draw_seed = DRAW_SEED
+    functional._random.draw_seed = DRAW_SEED
     for options in ({}, {"dropout_p": 0.2}):
         inputs = leaves(dtype)
         stream = torch.cuda.Stream()
@@ -276,7 +276,7 @@ def norm_results(op: str, n: int, dropout_p: float, backend: str, device: str, d
 
 def check_norms(dtype):
     """Rows for a warp, for a block and for more, aligned and not."""
-    functional._draw_seed = lambda p, where: torch.tensor(SEED, device=where) if p > 0.0 else None
+    functional._random.draw_seed = lambda p, where: torch.tensor(SEED, device=where) if p > 0.0 else None
     ops, sizes = ("layer norm", "rms norm", "gelu", "none"), (3, 100, 768, 4096, 9001, 20000)
     for op, n, p in itertools.product(ops, sizes, (0.0, 0.3)):
         exact = norm_results(op, n, p, "reference", "cpu", torch.float64)
@@ -286,7 +286,7 @@ def check_norms(dtype):
         assert max(errors) <= TOLERANCES[dtype], f"{op} of {n}, dropout {p}: errors {errors}, allowed {TOLERANCES[dtype]:.2g}"
 
 
-DRAW_SEED = functional._draw_seed
+DRAW_SEED = functional._random.draw_seed
 SPECIAL = {"choice of a path": check_choice, "torch.compile": check_compile, "norms": check_norms}
 if DEVICE == "cuda":
     SPECIAL |= {"CUDA graph": check_graph, "far elements": check_far_elements}

@@ -70,5 +70,5 @@ def drawn_keep_mask(seed: int, shape: tuple[int, ...], dropout_p: float) -> Tens
     if dropout_p == 0.0:
         return None
     torch.manual_seed(seed)
-    drawn = functional._draw_seed(dropout_p, torch.device("cpu"))
+    drawn = functional._random.draw_seed(dropout_p, torch.device("cpu"))
     return reference.keep_mask(drawn, shape, dropout_p).double() * (65536 / reference.keep_threshold(dropout_p))

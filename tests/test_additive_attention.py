@@ -8,7 +8,7 @@ import torch
 from common import assert_accurate, need_extension, randn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from fast_transformer import functional, reference
+from fast_transformer import ops, reference
 from fast_transformer.functional import additive_attention
 
 f64, f32, bf16, f16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -308,7 +308,7 @@ def test_autocast_casts_as_attention_does():
 @pytest.mark.parametrize("forced, expected", [(None, "ops"), ("cpu", "ops"), ("reference", "reference")])
 def test_the_path_that_is_taken(forced, expected, monkeypatch):
     taken = []
-    for name, module in (("ops", functional.ops), ("reference", reference)):
+    for name, module in (("ops", ops), ("reference", reference)):
         fn = module.additive_scores
         monkeypatch.setattr(module, "additive_scores", lambda *a, fn=fn, name=name: taken.append(name) or fn(*a))
     additive_attention(*small(), backend=forced)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from fast_transformer import functional, reference
+from fast_transformer import functional, ops, reference
 from fast_transformer.functional import attention
 
 f64, f32, bf16, f16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -442,8 +442,8 @@ def padded_or_sparse(shape, S):
 @pytest.fixture
 def one_stream(monkeypatch):
     """Seeds are drawn on the CPU: from one seed of their generators, a CPU and a GPU draw different ones."""
-    draw = functional._draw_seed
-    monkeypatch.setattr(functional, "_draw_seed", lambda p, device: None if p == 0.0 else draw(p, "cpu").to(device))
+    draw = functional._random.draw_seed
+    monkeypatch.setattr(functional._random, "draw_seed", lambda p, device: None if p == 0.0 else draw(p, "cpu").to(device))
 
 
 @need_extension
@@ -801,7 +801,7 @@ def test_dropout_follows_the_seed(backend):
 def test_dropout_mask_is_the_philox_stream(backend, monkeypatch):
     """Rows are (b, h, query), columns are keys: the same for every backend, bit for bit."""
     seed = torch.tensor(-(2**40) - 12345, device=backend.device)
-    monkeypatch.setattr(functional, "_draw_seed", lambda p, device: seed)
+    monkeypatch.setattr(functional._random, "draw_seed", lambda p, device: seed)
     q, k, v = (torch.randn(2, 3, n, 8, device=backend.device) for n in (21, 37, 37))
     weights = attention(q, k, v, dropout_p=0.4, return_weights="per_head", backend=backend.name)[1]
     assert torch.equal(weights != 0, reference.keep_mask(seed, weights.shape, 0.4))
@@ -1016,7 +1016,7 @@ def test_autocast_does_not_reach_the_arithmetic(backend):
 @pytest.mark.parametrize("forced, expected", [(None, "ops"), ("cpu", "ops"), ("reference", "reference")])
 def test_the_path_that_is_taken(forced, expected, monkeypatch):
     taken = []
-    for name, module in (("ops", functional.ops), ("reference", reference)):
+    for name, module in (("ops", ops), ("reference", reference)):
         fn = module.attention
         monkeypatch.setattr(module, "attention", lambda *a, fn=fn, name=name, **o: taken.append(name) or fn(*a, **o))
     attention(*(torch.randn(1, 2, 5, 4) for _ in range(3)), backend=forced)

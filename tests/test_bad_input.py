@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from fast_transformer import functional
+from fast_transformer import ops
 from fast_transformer.functional import (
+    _backends,
     activation_dropout,
     additive_attention,
     attention,
@@ -370,7 +371,7 @@ CANNOT = [  # id, call, backend.*reason
 
 @pytest.mark.parametrize("call, reason", [pytest.param(*c, id=name) for name, *c in CANNOT])
 def test_forced_backend_gives_its_reason(call, reason, monkeypatch):
-    monkeypatch.setattr(functional.ops, "missing", None)  # as if the compiled module were there
+    monkeypatch.setattr(ops, "missing", None)  # as if the compiled module were there
     with pytest.raises(RuntimeError, match=says(f"backend={reason}".replace(".*", " cannot take this call: .*"))):
         call()
 
@@ -390,7 +391,7 @@ def test_forced_backend_follows_dual_numbers_nowhere():
 def test_without_the_compiled_module(call, monkeypatch):
     """Everything works, and who insists is told how to build it."""
     reason = "the compiled module is not usable; build it with `pip install`"
-    monkeypatch.setattr(functional.ops, "missing", reason)
+    monkeypatch.setattr(ops, "missing", reason)
     call()
     with pytest.raises(RuntimeError, match=says(f"backend='cpu' cannot take this call: {reason}")):
         call(backend="cpu")
@@ -416,19 +417,19 @@ class OnGpu:
     ],
 )
 def test_gpus_that_the_kernels_were_not_built_for(archs, gpu, reason, monkeypatch):
-    monkeypatch.setattr(functional.ops, "missing", None)
-    monkeypatch.setattr(functional.ops, "cuda_archs", archs)
-    monkeypatch.setattr(functional, "_gpu_reasons", {})
+    monkeypatch.setattr(ops, "missing", None)
+    monkeypatch.setattr(ops, "cuda_archs", archs)
+    monkeypatch.setattr(_backends, "_gpu_reasons", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpu)
-    got = functional._why_not_cuda(OnGpu)
+    got = _backends._why_not_cuda(OnGpu)
     assert got is None if reason is None else reason in got
 
 
 def test_what_no_cuda_kernel_takes(monkeypatch):
-    monkeypatch.setattr(functional.ops, "missing", None)
-    monkeypatch.setattr(functional.ops, "cuda_archs", "9.0")
+    monkeypatch.setattr(ops, "missing", None)
+    monkeypatch.setattr(ops, "cuda_archs", "9.0")
     monkeypatch.setattr(OnGpu, "dtype", torch.float64)
-    assert functional._why_not_cuda(OnGpu) == "no CUDA kernel for torch.float64"
+    assert _backends._why_not_cuda(OnGpu) == "no CUDA kernel for torch.float64"
     monkeypatch.setattr(OnGpu, "dtype", torch.float16)
     monkeypatch.setattr(OnGpu, "shape", (1, 2**30 + 1))
-    assert "rows of more than 2**30 elements" in functional._why_not_cuda(OnGpu)
+    assert "rows of more than 2**30 elements" in _backends._why_not_cuda(OnGpu)

@@ -13,7 +13,7 @@ from common import assert_accurate, need_extension, randn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fast_transformer import functional, reference
+from fast_transformer import functional, ops, reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -211,8 +211,8 @@ def test_activation_dropout_against_the_reference(kernels, dtype, n):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_call_with_tensors_on_a_gpu_reaches_the_op(dtype, monkeypatch):
     """Through `functional`, with tensors that have a device, but no memory."""
-    monkeypatch.setattr(functional.ops, "cuda_archs", "9.0")
-    monkeypatch.setattr(functional, "_why_not_gpu", lambda index: None)
+    monkeypatch.setattr(ops, "cuda_archs", "9.0")
+    monkeypatch.setattr(functional._backends, "_why_not_gpu", lambda index: None)
     with FakeTensorMode():
         x, residual, weight = (torch.empty(*s, dtype=dtype, device="cuda") for s in ((4, 16), (4, 16), (16,)))
         options = {"dropout_p": 0.1, "backend": "cuda"}
