@@ -94,6 +94,7 @@ def differences(models: list[Seq2SeqTransformer], batch: Batch) -> tuple[float, 
 def peak_memory(learner: Trainer, batches: dates.Batches) -> int:
     """Return how many bytes one more training step holds at most beyond those held before: the sum of torch's allocations."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports its own start and stop
+    learner.fit(batches, learner.step + 1)  # draws the epoch: its tensors shall not count
     learner.optimizer.zero_grad()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         learner.fit(batches, learner.step + 1)
