@@ -84,7 +84,7 @@ def test_beams_share_the_keys_of_cross_attention(length, average):
     memory, x = torch.randn(2, 7, 10, dtype=torch.float64), torch.randn(6, length, E, dtype=torch.float64)
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[1, 3:] = True
-    cache = ft.KeyValueCache()
+    cache = ft.KeyValueCache(fixed=True)
     m(x[:2], memory, memory, padding, cache=cache)
     found = m(x, memory, memory, padding, average_attn_weights=average, cache=cache)
     whole = (t.repeat_interleave(3, dim=0) for t in (memory, memory, padding))
@@ -96,7 +96,7 @@ def test_beams_share_the_keys_of_cross_attention(length, average):
 def test_cross_attention_looks_at_memory_once():
     m = ft.MultiheadAttention(E, H, batch_first=True)
     x, memory = torch.randn(2, 1, E), torch.randn(2, 7, E)
-    cache = ft.KeyValueCache()
+    cache = ft.KeyValueCache(fixed=True)
     first = m(x, memory, memory, cache=cache)
     torch.testing.assert_close(m(x, torch.full_like(memory, float("nan")), memory, cache=cache), first, rtol=0, atol=0)
 
@@ -106,8 +106,8 @@ def call(m, x, memory=None, **options):
     return m(x, memory, memory, **options)
 
 
-def filled(N: int) -> ft.KeyValueCache:
-    cache = ft.KeyValueCache()
+def filled(N: int, **options) -> ft.KeyValueCache:
+    cache = ft.KeyValueCache(**options)
     cache.append(*torch.randn(2, N, H, 5, E // H))
     return cache
 
@@ -122,13 +122,13 @@ x = torch.randn(2, 3, E)
     [
         (ValueError, "capacity must be an integer >= 1, got 0", lambda: ft.KeyValueCache(0)),
         (ValueError, "keys of 3 sequences, got 2", lambda: call(attention, x, cache=filled(3))),
-        (ValueError, "multiple of the cache's, 4, got 2", lambda: call(attention, x, x + 1, cache=filled(4))),
+        (ValueError, "multiple of the cache's, 4, got 2", lambda: call(attention, x, x + 1, cache=filled(4, fixed=True))),
         (
             ValueError,
             "cache must be None with add_bias_kv",
             lambda: call(ft.MultiheadAttention(E, H, add_bias_kv=True, batch_first=True), x, cache=filled(2)),
         ),
-        (ValueError, "2 queries for each row", lambda: call(attention, x, x + 1, cache=filled(1), is_causal=True)),
+        (ValueError, "2 queries for each row", lambda: call(attention, x, x + 1, cache=filled(1, fixed=True), is_causal=True)),
         (ValueError, "each of the 2 layers, got 1", lambda: encoder(x, cache=[filled(2)])),
         (ValueError, r"\(2, 8\), got \(2, 3\)", lambda: call(attention, x, cache=filled(2), key_padding_mask=x[..., 0] > 9)),
     ],
@@ -143,4 +143,30 @@ def test_gradients_and_a_cache_exclude_each_other():
         call(attention, x, cache=ft.KeyValueCache())
     layer = ft.TransformerDecoderLayer(E, H, batch_first=True)
     with pytest.raises(RuntimeError, match="no_grad"):
+        layer(x, x, cache=DecoderLayerCache(ft.KeyValueCache(), ft.KeyValueCache(fixed=True)))
+
+
+@torch.no_grad()
+def test_a_call_that_fails_leaves_the_cache_as_it_was():
+    cache = filled(2)
+    for options in ({"attn_mask": torch.zeros(3, 3)}, {"position_bias": torch.zeros(1, H, 3, 3)}):
+        with pytest.raises(ValueError):
+            call(attention, x, cache=cache, **options)
+    with pytest.raises(ValueError):
+        call(attention, x[:1], cache=cache)
+    assert cache.length == 5
+
+
+@torch.no_grad()
+def test_a_query_that_is_not_the_key_object_appends_too():
+    """A hook that copies the query, or adds positions to it."""
+    whole = call(attention, x, is_causal=True)[0]
+    cache = ft.KeyValueCache()
+    steps = [attention(t.clone(), t, t, cache=cache)[0] for t in x.split(1, dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole)
+
+
+def test_the_cache_of_cross_attention_must_be_fixed():
+    layer = ft.TransformerDecoderLayer(E, H, batch_first=True)
+    with torch.no_grad(), pytest.raises(ValueError, match="fixed=True"):
         layer(x, x, cache=DecoderLayerCache(ft.KeyValueCache(), ft.KeyValueCache()))

@@ -310,3 +310,22 @@ BAD = [
 def test_bad_input(call, kind, text):
     with pytest.raises(kind, match=text):
         call()
+
+
+@need_onednn
+@pytest.mark.parametrize("activation", PLAIN)
+def test_onednn_keeps_nan(activation):
+    x = torch.randn(8, 16)
+    x[0, 0] = torch.nan
+    out = onednn(x, torch.randn(8, 16), None, activation)
+    assert out[0].isnan().all() and not out[1:].isnan().any()
+
+
+@need_onednn
+def test_onednn_sizes_of_zero():
+    for rows, N in ((0, 5), (3, 0)):
+        x, weight, bias = (torch.randn(s, requires_grad=True) for s in ((rows, 8), (N, 8), (N,)))
+        out = onednn(x, weight, bias)
+        assert out.shape == (rows, N)
+        out.sum().backward()
+        assert (weight.grad == 0).all() and (x.grad == 0).all() and (bias.grad == rows).all()

@@ -244,3 +244,11 @@ def test_compiles_into_one_graph(make):
 def test_bad_input(error, text, call):
     with pytest.raises(error, match=text):
         call(seq2seq())
+
+
+@torch.no_grad()
+def test_the_begin_token_may_be_the_padding_token():
+    model, source = seq2seq(), tokens(2, 5, 11)
+    target = torch.cat((torch.full((2, 1), PAD), tokens(2, 4, 11)), dim=1)
+    first, state = model.begin(source, bos_id=PAD)
+    torch.testing.assert_close(model.step(target, state), model(source, target)[:, -1], rtol=1e-9, atol=1e-11)

@@ -229,3 +229,39 @@ self_attention = ft.MultiheadAttention(E, H, batch_first=True)
 def test_bad_input(error, text, call):
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("how", ["hook", "replaced", "compiled"])
+def test_extras_reach_layers_whose_dropout_is_watched_or_replaced(how, norm_first):
+    """And layers under torch.compile, whose graph holds the fused ops."""
+    layer = ft.TransformerEncoderLayer(E, H, 16, 0.0, batch_first=True, norm_first=norm_first)
+    bias, call = ft.AlibiBias(H)(5, 5), layer
+    expected = layer(x, position_bias=bias)
+    if how == "hook":
+        layer.dropout1.register_forward_hook(lambda *_: None)
+    elif how == "replaced":
+        layer.dropout1 = torch.nn.Identity()
+    else:
+        graphs = []
+
+        def keep(graph, _):
+            graphs.append(graph.code)
+            return graph.forward
+
+        torch._dynamo.reset()
+        call = torch.compile(layer, fullgraph=True, backend=keep)
+    torch.testing.assert_close(call(x, position_bias=bias), expected)
+    if how == "compiled":
+        assert "dropout_add_layer_norm" in graphs[0]
+
+
+@pytest.mark.parametrize("appended", ["add_bias_kv", "add_zero_attn"])
+@pytest.mark.parametrize("keys", [1, 5])
+def test_position_bias_beside_appended_keys_leaves_these_alone(appended, keys):
+    m = ft.MultiheadAttention(E, H, batch_first=True, **{appended: True}).double()
+    q = x.double()
+    bias = torch.randn(1, H, 5, keys, dtype=torch.float64)
+    mask = bias.expand(2, H, 5, 5).reshape(2 * H, 5, 5)
+    torch.testing.assert_close(m(q, q, q, position_bias=bias), m(q, q, q, attn_mask=mask))
+    torch.testing.assert_close(m(q, q, q, attn_mask=bias), m(q, q, q, attn_mask=mask))

@@ -36,7 +36,7 @@ def test_cosine_with_warm_up():
     assert rate(100) == pytest.approx(0) and rate(1000) == rate(100)
 
 
-@pytest.mark.parametrize("schedule", [noam(64, 7), cosine(20, 5)])
+@pytest.mark.parametrize("schedule", [noam(64, 7), cosine(20, 5, peak=1.0)])
 def test_torch_s_lambda_lr_takes_them(schedule):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     torch_s = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
@@ -52,9 +52,9 @@ def test_torch_s_lambda_lr_takes_them(schedule):
         (lambda: noam(0, 4000), ValueError, "d_model must be at least 1, got 0"),
         (lambda: noam(512, 0), ValueError, "warmup must be at least 1, got 0"),
         (lambda: noam(512, 2.5), TypeError, "warmup must be an integer, got 2.5"),
-        (lambda: cosine(0), ValueError, "steps must be at least 1, got 0"),
-        (lambda: cosine(10, 10), ValueError, r"warmup must be in \[0, steps\), steps is 10, got 10"),
-        (lambda: cosine(10, -1), ValueError, "warmup must be"),
+        (lambda: cosine(0, peak=1.0), ValueError, "steps must be at least 1, got 0"),
+        (lambda: cosine(10, 10, peak=1.0), ValueError, r"warmup must be in \[0, steps\), steps is 10, got 10"),
+        (lambda: cosine(10, -1, peak=1.0), ValueError, "warmup must be"),
     ],
 )
 def test_bad_input(call, error, text):

@@ -33,7 +33,7 @@ def filled(stack, kind, memory, hidden):
         caches = [ft.KeyValueCache() for _ in stack.layers]
         stack(x, is_causal=True, cache=caches)
     else:
-        caches = [DecoderLayerCache(ft.KeyValueCache(), ft.KeyValueCache()) for _ in stack.layers]
+        caches = [DecoderLayerCache(ft.KeyValueCache(), ft.KeyValueCache(fixed=True)) for _ in stack.layers]
         stack(x, memory, tgt_is_causal=True, memory_key_padding_mask=hidden, cache=caches)
     return caches
 
@@ -88,12 +88,23 @@ class Deeper(ft.TransformerDecoderLayer):
     pass
 
 
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **options):
+        out, weights = self.inner(*args, **options)
+        return -out, weights
+
+
 CHANGES = {
     "a hook on the stack": lambda s: s.register_forward_hook(lambda *_: None),
     "a hook on a layer": lambda s: s.layers[1].register_forward_pre_hook(lambda *_: None),
     "a hook on an attention": lambda s: s.layers[1].multihead_attn.register_forward_hook(lambda *_: None),
     "a hook on a projection": lambda s: s.layers[0].self_attn.out_proj.register_forward_hook(lambda *_: None),
     "a hook on a linear layer": lambda s: s.layers[0].linear2.register_forward_hook(lambda *_: None),
+    "an attention that is wrapped": lambda s: setattr(s.layers[0], "self_attn", Wrapped(s.layers[0].self_attn)),
     "a hook on a dropout": lambda s: s.layers[0].dropout2.register_forward_hook(lambda *_: None),
     "dropout": lambda s: s.train(),
     "a norm of another type": lambda s: setattr(s.layers[1], "norm2", Louder(E).double()),

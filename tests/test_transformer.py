@@ -323,12 +323,13 @@ def count_calls(monkeypatch, name):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("kind, fused", [("encoder", 2), ("decoder", 3)])
 def test_plain_layers_are_fused(kind, fused, dropout, norm_first, monkeypatch):
-    norms, activations = count_calls(monkeypatch, "dropout_add_layer_norm"), count_calls(monkeypatch, "activation_dropout")
+    names = ("dropout_add_layer_norm", "activation_dropout", "dropout")
+    norms, activations, dropouts = (count_calls(monkeypatch, name) for name in names)
     layer, xs = make(kind, dropout=dropout, norm_first=norm_first), make_inputs(kind)
     layer(*xs)
-    # Pre-norm ends with a sum, not a norm. dropout: the activation's; pre-norm has one more at that sum.
-    expected = (fused - norm_first, (1 + norm_first) * (dropout > 0))
-    assert (len(norms), len(activations)) == expected
+    # Pre-norm ends with a sum, not a norm, and with a dropout before it.
+    expected = (fused - norm_first, dropout > 0, norm_first and dropout > 0)
+    assert (len(norms), len(activations), len(dropouts)) == expected
     hooked(layer)(*xs)
     assert len(norms) == expected[0]  # watched modules are called, not fused
 

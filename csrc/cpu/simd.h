@@ -39,6 +39,7 @@ template <>
 struct VecOf<float> {
   typedef float type __attribute__((vector_size(kVectorBytes)));
   typedef int32_t ints __attribute__((vector_size(kVectorBytes)));
+  typedef uint32_t words __attribute__((vector_size(kVectorBytes)));
   typedef uint16_t shorts __attribute__((vector_size(kVectorBytes / 2)));
 };
 template <>
@@ -143,9 +144,10 @@ inline void store(bfloat16* p, Vec<float> v) {
 #if defined(FT_AVX512_BF16)
   const __m256bh s = _mm512_cvtneps_pbh((__m512)v);
 #else
-  const Ints<float> bits = (Ints<float>)v;
-  Ints<float> rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF;
-  rounded = v != v ? Ints<float>{} + 0x7FC0 : rounded;
+  using Words = VecOf<float>::words;  // unsigned: the bits of a NaN may overflow
+  const Words bits = (Words)v;
+  Words rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  rounded = v != v ? Words{} + 0x7FC0 : rounded;
   const VecOf<float>::shorts s = __builtin_convertvector(rounded, VecOf<float>::shorts);
 #endif
   memcpy(p, &s, sizeof s);

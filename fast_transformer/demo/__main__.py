@@ -178,10 +178,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help=f"training steps (default: {STEPS}, with --rnn {rnn.STEPS})")
     parser.add_argument("--out", type=Path, default="demo", metavar="FOLDER", help="for the picture (default: %(default)s)")
     options = parser.parse_args(argv)
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.rnn:
-        return rnn.compare_models(options.steps or rnn.STEPS, options.out)
-    return compare_with_torch_nn(options.steps or STEPS, options.out)
+        return rnn.compare_models(options.steps if options.steps is not None else rnn.STEPS, options.out)
+    return compare_with_torch_nn(options.steps if options.steps is not None else STEPS, options.out)
 
 
 if __name__ == "__main__":

@@ -165,10 +165,11 @@ class DecoderOnlyTransformer(nn.Module):
 
         Decode under torch.no_grad().
         """
+        offset = state.caches[0].length
+        x, bias = self._enter(tokens, offset, state.padding)
         if state.hidden is not None:
             state.hidden = torch.cat((state.hidden, padding_mask(tokens, self.pad_id)), dim=1)
-        offset, hidden = state.caches[0].length, state.hidden
-        x, bias = self._enter(tokens, offset, state.padding)
+        hidden = state.hidden
         if state.stack_step is not None and offset > 0 and tokens.shape[1] == 1:
             visible = None if hidden is None else ~hidden[:, None, None]
             return linear(self.head, state.stack_step(x[:, 0], state.caches, visible, bias))

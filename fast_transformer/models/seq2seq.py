@@ -80,7 +80,8 @@ class Seq2SeqState:
 
 
 class Seq2SeqTransformer(nn.Module):
-    """Encoder-decoder Transformer. Sources and targets are token numbers, padded at the right with pad_id.
+    """Encoder-decoder Transformer. Sources and targets are token numbers, padded at the right with pad_id. (The padding of a
+    target is in the future of all its tokens, so it needs no mask, and may be the begin token, too.)
 
     Its stacks are `transformer.encoder` and `transformer.decoder`, twins of torch.nn's; torch.nn's own may take their place,
     but for `step`, and for positions that act inside attention.
@@ -176,7 +177,6 @@ class Seq2SeqTransformer(nn.Module):
         x = self.transformer.decoder(
             x,
             memory,
-            tgt_key_padding_mask=padding_mask(target, self.pad_id),
             memory_key_padding_mask=memory_padding,
             **_causal(self.transformer.decoder, L, target.device),
             **_given(bias),
@@ -186,7 +186,7 @@ class Seq2SeqTransformer(nn.Module):
     def begin(self, inputs: Tensor, *, bos_id: int) -> tuple[Tensor, Seq2SeqState]:
         """Encodes inputs (N, S); returns a column of bos_id (N, 1), to be the first tokens of `step`, and the state."""
         memory, padding = self.encode(inputs), padding_mask(inputs, self.pad_id)
-        caches = [DecoderLayerCache(KeyValueCache(), KeyValueCache()) for _ in self.transformer.decoder.layers]
+        caches = [DecoderLayerCache(KeyValueCache(), KeyValueCache(fixed=True)) for _ in self.transformer.decoder.layers]
         state = Seq2SeqState(memory, padding if padding.any() else None, caches, stack_step(self.transformer.decoder))
         return inputs.new_full((len(inputs), 1), bos_id), state
 

@@ -31,7 +31,7 @@ def _simple_layer(layer: torch.nn.Module) -> bool:
     if any(name in layer.__dict__ for name in ("_sa_block", "_mha_block", "_ff_block")):
         return False
     for name, module in layer.named_children():
-        if isinstance(module, torch.nn.MultiheadAttention):
+        if name in ("self_attn", "multihead_attn"):
             if not _simple_attention(module):
                 return False
         elif name.startswith("norm"):

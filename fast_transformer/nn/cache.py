@@ -9,17 +9,18 @@ from torch import Tensor
 class KeyValueCache:
     """The keys and values of one attention: room for them is made by doubling, so n steps copy O(n) elements.
 
-    In self-attention (query, key and value are one tensor) each call appends its keys. In cross-attention the first call's
-    stay: later calls compute queries only, and may have `beams` queries for each row of keys, row after row.
+    Each call appends its keys, as self-attention wants it.
 
     Args:
         capacity: for how many tokens room is made at first.
+        fixed: for cross-attention: the first call's keys stay. Later calls compute queries only, and may have several (beams)
+            for each row of keys, row after row.
     """
 
-    def __init__(self, capacity: int = 64) -> None:
+    def __init__(self, capacity: int = 64, *, fixed: bool = False) -> None:
         if not isinstance(capacity, int) or capacity < 1:
             raise ValueError(f"capacity must be an integer >= 1, got {capacity!r}")
-        self.length = 0
+        self.length, self.fixed = 0, fixed
         self._capacity = capacity
         self._buffer: Tensor | None = None  # (2, N, H, capacity, D)
 
@@ -33,20 +34,21 @@ class KeyValueCache:
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise RuntimeError("a cache overwrites what gradients would need: decode under torch.no_grad()")
         N, H, L, D = key.shape
-        start, self.length = self.length, self.length + L
+        start, end = self.length, self.length + L
         if self._buffer is None:
-            self._capacity = max(self._capacity, self.length)
+            self._capacity = max(self._capacity, end)
             self._buffer = key.new_empty(2, N, H, self._capacity, D)
         elif self._buffer.shape[1] != N:
             raise ValueError(f"the cache holds keys of {self._buffer.shape[1]} sequences, got {N}")
-        elif self.length > self._capacity:
-            self._capacity = max(2 * self._capacity, self.length)
+        elif end > self._capacity:
+            self._capacity = max(2 * self._capacity, end)
             larger = key.new_empty(2, N, H, self._capacity, D)
             larger[:, :, :, :start] = self._buffer[:, :, :, :start]
             self._buffer = larger
         room = self._buffer.narrow(3, start, L).unbind()
         room[0].copy_(key)
         room[1].copy_(value)
+        self.length = end
         return self.contents()
 
     def contents(self) -> tuple[Tensor, Tensor]:

@@ -153,19 +153,22 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             nested = query
             query, key_padding_mask = pad_nested(nested, key_padding_mask, self.batch_first)
             key = value = query
-        offset = 0
-        if cache is None:
-            self._check_inputs(query, key, value)
-            q, k, v = self._project(query, key, value)  # (N, H, L, D), (N, H, S, D) twice
+        offset, beams = 0, 1
+        reused = cache is not None and cache.fixed and cache.filled
+        if reused:
+            q, k, v, beams = self._project_query(query, cache)
+            if beams > 1:
+                q = self._fold_beams(q, beams, attn_mask, position_bias, is_causal)
         else:
-            q, k, v, offset = self._project_cached(query, key, value, cache)
-        beams = 1 if cache is None or len(q) == len(k) else len(q) // len(k)
-        if beams > 1:
-            q = self._fold_beams(q, beams, attn_mask, position_bias, is_causal)
-        mask, bias = self._translate_masks(q, k, attn_mask, key_padding_mask, is_causal, batched=query.dim() == 3)
-        if position_bias is not None:
-            _check_position_bias(position_bias, (*q.shape[:3], k.shape[2]))
-            bias = position_bias if bias is None else bias + position_bias
+            self._check_inputs(query, key, value)
+            if cache is not None:
+                offset = self._check_cache(cache)
+            q, k, v = self._project(query, key, value, offset)  # (N, H, L, D), (N, H, S, D) twice
+        scores = (*q.shape[:3], offset + k.shape[2])
+        masks = (attn_mask, key_padding_mask, position_bias, is_causal)
+        mask, bias = self._translate_masks(scores, *masks, batched=query.dim() == 3, device=q.device)
+        if cache is not None and not reused:
+            k, v = cache.append(k, v)  # not before everything is found to fit
         if self._appended_keys:
             k, v = self._append_keys(k, v)
         out = functional.attention(
@@ -223,29 +226,24 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             q, k = self.rotary(q, offset), self.rotary(k, offset)
         return q, k, v
 
-    def _project_cached(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: KeyValueCache
-    ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """The projections, with keys and values from the cache; and the position of the first query."""
+    def _check_cache(self, cache: KeyValueCache) -> int:
+        """The position of the first new token."""
+        if not isinstance(cache, KeyValueCache):
+            raise TypeError(f"cache must be a KeyValueCache, got {type(cache).__name__}")
         if self._appended_keys:
             raise ValueError("cache must be None with add_bias_kv or add_zero_attn (keys without a position)")
-        if query is key:
-            offset = cache.length
-            self._check_inputs(query, key, value)
-            q, k, v = self._project(query, key, value, offset)
-            return q, *cache.append(k, v), offset
-        if not cache.filled:
-            self._check_inputs(query, key, value)
-            q, k, v = self._project(query, key, value)
-            return q, *cache.append(k, v), 0
+        return cache.length
+
+    def _project_query(self, query: Tensor, cache: KeyValueCache) -> tuple[Tensor, Tensor, Tensor, int]:
+        """The query's projection, keys and values that a fixed cache has, and how many rows of queries each of its rows has."""
         self._check_inputs(query)
         weight, bias = self.in_proj_weight, self.in_proj_bias
         weight = self.q_proj_weight if weight is None else weight[: self.embed_dim]
         (q,) = self._heads(query, weight, None if bias is None else bias[: self.embed_dim])
         k, v = cache.contents()
-        if len(q) % len(k) != 0:
+        if len(q) != len(k) and (len(k) == 0 or len(q) % len(k) != 0):
             raise ValueError(f"the batch size of query must be a multiple of the cache's, {len(k)}, got {len(q)}")
-        return q if self.rotary is None else self.rotary(q, 0), k, v, 0
+        return q if self.rotary is None else self.rotary(q, 0), k, v, len(q) // max(len(k), 1)
 
     def _project_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The three projections, split into heads; as few matrix products as there are different inputs."""
@@ -271,24 +269,34 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return y.permute(2, 0, 3, 1, 4).unbind(0)
 
     def _translate_masks(
-        self, q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, *, batched: bool
+        self,
+        scores: tuple[int, int, int, int],
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
+        position_bias: Tensor | None,
+        is_causal: bool,
+        *,
+        batched: bool,
+        device: torch.device,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """torch.nn's two masks as `functional.attention` takes them: (mask, True = attend; bias), 4-D or (L, S)."""
-        (N, H, L, _), S = q.shape, k.shape[2]
-        _check_mask("attn_mask", attn_mask, (L, S), (N * H, L, S), scores=(N, H, L, S))
+        """Masks and bias as `functional.attention` takes them: (mask, True = attend; bias), 4-D or (L, S)."""
+        N, H, L, S = scores
+        _check_mask("attn_mask", attn_mask, (L, S), (N * H, L, S), scores=scores)
         _check_mask("key_padding_mask", key_padding_mask, (N, S) if batched else (S,))
+        if position_bias is not None:
+            _check_position_bias(position_bias, scores)
         if attn_mask is None and is_causal and self._appended_keys:
-            attn_mask = causal_mask(L, S, q.device)  # explicit, because appended keys are visible to every query
+            attn_mask = causal_mask(L, S, device)  # explicit, because appended keys are visible to every query
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask.unflatten(0, (N, H))
         if key_padding_mask is not None:
             key_padding_mask = key_padding_mask[..., None, None, :]
         hidden = bias = None
-        for mask in (attn_mask, key_padding_mask):
+        for mask in (attn_mask, key_padding_mask, position_bias):
             if mask is None:
                 continue
             if self._appended_keys:
-                mask = F.pad(mask, (0, self._appended_keys))  # False or 0.0: visible
+                mask = F.pad(mask.expand(*mask.shape[:-1], S), (0, self._appended_keys))  # False or 0.0: visible
             if mask.dtype == torch.bool:
                 hidden = mask if hidden is None else hidden | mask
             else:

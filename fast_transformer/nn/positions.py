@@ -63,7 +63,8 @@ class SinusoidalPositions(nn.Module):
         check_size("offset", offset, 0)
         if offset + length > len(self.table):
             rows = max(2 * len(self.table), offset + length)
-            self.table = sinusoids(rows, self.d_model, device=self.table.device).to(self.table.dtype)
+            with torch.inference_mode(False):  # it may be of use in training later
+                self.table = sinusoids(rows, self.d_model, device=self.table.device).to(self.table.dtype)
         return _look_up(self.table, length, offset, padding)
 
 
@@ -124,7 +125,8 @@ class RotaryPositions:
             return self._make_table(positions, device)  # a graph keeps no state
         table = self._tables.get(device)
         if table is None or len(table) < positions:
-            table = self._tables[device] = self._make_table(max(512, 2 * positions), device)
+            with torch.inference_mode(False):  # it may be of use in training later
+                table = self._tables[device] = self._make_table(max(512, 2 * positions), device)
         return table[:positions]
 
     def _make_table(self, positions: int, device: torch.device) -> Tensor:

@@ -73,10 +73,13 @@ class _Branches:
 
     def _branch(self, name: str, dropout: Module) -> tuple[Callable[..., Tensor], float | None]:
         """A branch and the probability of the dropout that is still to come; or, not to be fused, the whole block and None."""
-        block = getattr(self, f"_{name}_block")
-        overridden = getattr(block, "__func__", None) is not getattr(self._original, f"_{name}_block")
-        dropout_p = fused_dropout(dropout)
-        return (block, None) if overridden or dropout_p is None else (getattr(self, f"_{name}_branch"), dropout_p)
+        block = f"_{name}_block"
+        if block in self.__dict__ or getattr(type(self), block) is not getattr(self._original, block):
+            return getattr(self, block), None
+        branch, dropout_p = getattr(self, f"_{name}_branch"), fused_dropout(dropout)
+        if dropout_p is None:
+            return lambda *args, **extras: dropout(branch(*args, **extras)), None
+        return branch, dropout_p
 
     def _sa_branch(self, x, attn_mask, key_padding_mask, is_causal, **extras):
         masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
@@ -251,6 +254,8 @@ class TransformerDecoderLayer(_Branches, torch.nn.TransformerDecoderLayer):
         masks = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         memory_masks = (memory_mask, memory_key_padding_mask, memory_is_causal)
         self_cache, cross_cache = cache or (None, None)
+        if cross_cache is not None and not cross_cache.fixed:
+            raise ValueError("cache must have a KeyValueCache(fixed=True) for the attention to memory")
         extras, cross_extras = _given(position_bias=position_bias, cache=self_cache), _given(cache=cross_cache)
         attend, p1 = self._branch("sa", self.dropout1)
         cross_attend, p2 = self._branch("mha", self.dropout2)

@@ -27,8 +27,10 @@ def noam(d_model: int, warmup: int = 4000, scale: float = 1.0) -> Callable[[int]
     return lambda step: scale * d_model**-0.5 * min((step + 1) ** -0.5, (step + 1) * warmup**-1.5)
 
 
-def cosine(steps: int, warmup: int = 0, *, peak: float = 1.0, end: float = 0.0) -> Callable[[int], float]:
+def cosine(steps: int, warmup: int = 0, *, peak: float, end: float = 0.0) -> Callable[[int], float]:
     """Linear warm-up to `peak`, then half a cosine (Loshchilov and Hutter 2017, equation 5) down to `end` after `steps` steps.
+
+    Both are in units of the optimizer's rate: that of the Trainer's own is 1, and a peak of 1e-3 may suit it.
 
     Returns:
         A function of the number of steps made, from 0. It is `peak` at `warmup`; neither the first nor the last of the `steps`

@@ -189,9 +189,9 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.clip_norm or math.inf).item()
         if self.schedule is not None:
             for group in groups:
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.schedule(self.step)
+                group["lr"] = float(group.setdefault("initial_lr", group["lr"]) * self.schedule(self.step))
         loss, rate = total / max(tokens, 1), float(groups[0]["lr"])
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if not (math.isfinite(loss) and math.isfinite(norm) and math.isfinite(rate)):
             raise FloatingPointError(
                 f"step {self.step + 1} (learning rate {rate:.3g}) has loss {loss} and gradient norm {norm}; "
                 f"it was not made. {CAUSES}"

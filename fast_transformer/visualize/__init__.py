@@ -2,7 +2,7 @@
 
 with capture_attention(model) as weights:
     model(source, target)
-plot_attention_grid(weights["decoder.layers.0.multihead_attn"][0], target_tokens, source_tokens, path="heads.png")
+plot_attention_grid(weights["transformer.decoder.layers.0.multihead_attn"][0], target_tokens, source_tokens, path="heads.png")
 """
 
 from .capture import capture_attention

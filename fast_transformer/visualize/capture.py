@@ -52,9 +52,9 @@ def capture_attention(
         TypeError: model or layers of another type; in the block: a chosen module returned no pair with weights.
 
     Example:
-        with capture_attention(model, "decoder.layers.*.multihead_attn") as weights:
+        with capture_attention(model, "transformer.decoder.layers.*.multihead_attn") as weights:
             model(source, target)
-        plot_attention(weights["decoder.layers.0.multihead_attn"][0], head=3, path="head3.png")
+        plot_attention(weights["transformer.decoder.layers.0.multihead_attn"][0], head=3, path="head3.png")
     """
     if not isinstance(model, Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
