@@ -309,6 +309,7 @@ def test_bad_options(options, error, text):
         ({"patience": 3}, ValueError, "patience needs validation batches"),
         ({"batches": []}, ValueError, "at least one batch an epoch, got none in epoch 0"),
         ({"batches": iter([batch_of(2)])}, TypeError, "iterable anew for every epoch"),
+        ({"validation": iter([batch_of(2)])}, TypeError, "validation must be iterable anew"),
         ({"batches": batch_of(2)}, TypeError, r"a batch must be a tuple of tensors.*\(tokens,\), got a Tensor"),
         ({"batches": [{"source": batch_of(2)[0]}]}, TypeError, "a batch must be a tuple of tensors.*got a dict"),
         (

@@ -141,6 +141,8 @@ class Trainer:
             check_counts(patience=patience)
             if validation is None:
                 raise ValueError("patience needs validation batches, got validation=None")
+        if validation is not None and iter(validation) is validation:
+            raise TypeError("validation must be iterable anew for every validation, such as a list; got an iterator")
         if self.folder and self.step == 0 and checkpoints.find(self.folder / "last"):
             raise FileExistsError(f"{self.folder} holds a run: call resume() before fit(), or take another folder")
         if not self.model.training:
