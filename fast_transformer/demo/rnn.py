@@ -30,7 +30,9 @@ def models(tokens: int) -> dict[str, nn.Module]:
         "RNN": RNNSeq2Seq(tokens, tokens, **recurrent),
         "RNN, Bahdanau attention": RNNSeq2Seq(tokens, tokens, attention="bahdanau", **recurrent),
         "RNN, Luong attention": RNNSeq2Seq(tokens, tokens, attention="luong_general", **recurrent),
-        "Transformer": Seq2SeqTransformer(tokens, tokens, **transformer, norm_first=True, pad_id=dates.PAD),
+        "Transformer": Seq2SeqTransformer(
+            tokens, tokens, **transformer, norm_first=True, tie_embeddings="all", positions="rotary", pad_id=dates.PAD
+        ),
     }
 
 
@@ -78,6 +80,7 @@ def compare_models(steps: int, out: Path) -> int:
     torch.manual_seed(SEED)
     curves = {}
     for name, model in models(len(vocabulary.tokens)).items():
+        torch.manual_seed(SEED)  # whatever was trained before
         print(f"{name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
         loss = teacher_forcing(dates.PAD, label_smoothing=0.1)
         Trainer(model, schedule=noam(128, min(200, steps), scale=0.5), loss=loss).fit(batches, steps)
