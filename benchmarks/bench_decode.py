@@ -19,7 +19,7 @@ from torch import nn
 from fast_transformer.generation import greedy
 from fast_transformer.masks import look_ahead_mask, padding_mask
 from fast_transformer.models import Seq2SeqTransformer
-from fast_transformer.nn.positions import sinusoids
+from fast_transformer.nn.positions import sinusoidal_positions
 
 BATCH, SOURCE, NEW, VOCAB = 8, 64, 128, 8000
 WIDTH, HEADS, LAYERS, HIDDEN = 512, 8, 6, 2048
@@ -56,7 +56,7 @@ class CachedStep:
 
     def __init__(self, model, stock):
         self.model, self.encoder = model, stock.encoder
-        self.table, self.positions = model.target.tokens.weight * WIDTH**0.5, sinusoids(NEW, WIDTH)
+        self.table, self.positions = model.target.tokens.weight * WIDTH**0.5, sinusoidal_positions(NEW, WIDTH)
         self.layers = [dict(layer.named_parameters()) for layer in stock.decoder.layers]
 
     def begin(self, source):

@@ -20,6 +20,7 @@ from .nn import (
     TransformerDecoderLayer,
     TransformerEncoder,
     TransformerEncoderLayer,
+    sinusoidal_positions,
 )
 
 __version__ = "0.1.0"
@@ -45,4 +46,5 @@ __all__ = [
     "functional",
     "masks",
     "nn",
+    "sinusoidal_positions",
 ]

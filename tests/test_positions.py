@@ -9,14 +9,14 @@ import torch
 
 import fast_transformer as ft
 from fast_transformer.masks import look_ahead_mask, padding_mask, target_mask
-from fast_transformer.nn.positions import sinusoids
+from fast_transformer.nn.positions import sinusoidal_positions
 
 E, H, D = 32, 4, 8
 
 
 @pytest.mark.parametrize("d_model", [1, 2, 7, 512])
 def test_sinusoids_are_the_formula_of_the_paper(d_model):
-    table = sinusoids(600, d_model)
+    table = sinusoidal_positions(600, d_model)
     assert table.shape == (600, d_model) and table.dtype == torch.float32
     for position in (0, 1, 17, 599):
         for column in range(0, d_model, 1 + d_model // 8):
@@ -29,9 +29,9 @@ def test_sinusoids_are_the_formula_of_the_paper(d_model):
 def test_sinusoidal_positions_grow_and_keep_nothing_in_state_dicts():
     m = ft.SinusoidalPositions(7)
     assert not m.state_dict() and not list(m.parameters())
-    assert torch.equal(m(3, 5), sinusoids(8, 7)[5:])
-    assert torch.equal(m(10_000), sinusoids(10_000, 7))
-    assert torch.equal(m(2, 19_998), sinusoids(20_000, 7)[-2:])
+    assert torch.equal(m(3, 5), sinusoidal_positions(8, 7)[5:])
+    assert torch.equal(m(10_000), sinusoidal_positions(10_000, 7))
+    assert torch.equal(m(2, 19_998), sinusoidal_positions(20_000, 7)[-2:])
     assert m.double()(0).shape == (0, 7) and m(1).dtype == torch.float64
 
 

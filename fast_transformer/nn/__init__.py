@@ -14,6 +14,7 @@ from .positions import (
     RelativePositionBias,
     RotaryPositions,
     SinusoidalPositions,
+    sinusoidal_positions,
 )
 from .transformer import (
     Transformer,
@@ -43,4 +44,5 @@ __all__ = [
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "sinusoidal_positions",
 ]

@@ -28,7 +28,7 @@ def _look_up(table: Tensor, length: int, offset: int, padding: Tensor | None) ->
     return F.embedding(places.clamp(min=0), table)  # (N, L, E)
 
 
-def sinusoids(length: int, d_model: int, *, device: torch.device | str | None = None) -> Tensor:
+def sinusoidal_positions(length: int, d_model: int, *, device: torch.device | str | None = None) -> Tensor:
     """The positional encoding of "Attention Is All You Need" (Vaswani et al. 2017, section 3.5), float32 (length, d_model).
 
     Entry 2i of position p is sin(p / 10000^(2i / d_model)), entry 2i + 1 its cosine; the last cosine of an odd width is left
@@ -42,7 +42,7 @@ def sinusoids(length: int, d_model: int, *, device: torch.device | str | None = 
 
 
 class SinusoidalPositions(nn.Module):
-    """`sinusoids` of any length: the table is made when it is asked for, and doubled when it is too short.
+    """`sinusoidal_positions` of any length: the table is made when it is asked for, and doubled when it is too short.
 
     Args:
         d_model: width, even or odd.
@@ -51,7 +51,7 @@ class SinusoidalPositions(nn.Module):
     def __init__(self, d_model: int) -> None:
         super().__init__()
         self.d_model = check_size("d_model", d_model)
-        self.register_buffer("table", sinusoids(512, d_model), persistent=False)
+        self.register_buffer("table", sinusoidal_positions(512, d_model), persistent=False)
 
     def forward(self, length: int, offset: int = 0, *, padding: Tensor | None = None) -> Tensor:
         """(length, d_model): the encodings of positions offset, offset + 1, ...
@@ -64,7 +64,7 @@ class SinusoidalPositions(nn.Module):
         if offset + length > len(self.table):
             rows = max(2 * len(self.table), offset + length)
             with torch.inference_mode(False):  # it may be of use in training later
-                self.table = sinusoids(rows, self.d_model, device=self.table.device).to(self.table.dtype)
+                self.table = sinusoidal_positions(rows, self.d_model, device=self.table.device).to(self.table.dtype)
         return _look_up(self.table, length, offset, padding)
 
 
