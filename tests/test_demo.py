@@ -166,3 +166,9 @@ def test_a_short_comparison_of_models(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.count("dates read right, by length") == 4
     height, width, _ = matplotlib.image.imread(tmp_path / "rnn.png").shape
     assert (height, width) == (600, 1050)
+
+
+def test_no_steps_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        demo.main(["--steps", "0", "--out", str(tmp_path)])
+    assert "--steps must be at least 1, got 0" in capsys.readouterr().err

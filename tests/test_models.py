@@ -215,9 +215,10 @@ def test_state_dict_round_trip():
     assert torch.equal(a(x, x), b(x, x))
 
 
+@pytest.mark.parametrize("positions", ["rotary", "relative", "alibi"])
 @pytest.mark.parametrize("make", [seq2seq, decoder_only])
-def test_compiles_into_one_graph(make):
-    model = make(positions="rotary").float()
+def test_compiles_into_one_graph(make, positions):
+    model = make(positions=positions).float()
     inputs = (tokens(2, 5, 11, pads=[0, 1]),) * (2 if make is seq2seq else 1)
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(*inputs), model(*inputs))
 
@@ -252,3 +253,14 @@ def test_the_begin_token_may_be_the_padding_token():
     target = torch.cat((torch.full((2, 1), PAD), tokens(2, 4, 11)), dim=1)
     first, state = model.begin(source, bos_id=PAD)
     torch.testing.assert_close(model.step(target, state), model(source, target)[:, -1], rtol=1e-9, atol=1e-11)
+
+
+@torch.no_grad()
+def test_a_step_with_a_wrong_token_leaves_the_state_as_it_was():
+    model, prompt = decoder_only(), tokens(2, 5, 11, pads=[0, 2])
+    first, state = model.begin(prompt)
+    model.step(first, state)
+    with pytest.raises(ValueError, match="got 11"):
+        model.step(torch.tensor([[3], [11]]), state)
+    new = tokens(2, 1, 11)
+    torch.testing.assert_close(model.step(new, state), model(torch.cat((first, new), dim=1))[:, -1], rtol=1e-9, atol=1e-11)

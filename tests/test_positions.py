@@ -265,3 +265,14 @@ def test_position_bias_beside_appended_keys_leaves_these_alone(appended, keys):
     mask = bias.expand(2, H, 5, 5).reshape(2 * H, 5, 5)
     torch.testing.assert_close(m(q, q, q, position_bias=bias), m(q, q, q, attn_mask=mask))
     torch.testing.assert_close(m(q, q, q, attn_mask=bias), m(q, q, q, attn_mask=mask))
+
+
+def test_tables_made_in_inference_mode_are_of_use_in_training():
+    m = ft.MultiheadAttention(E, H, batch_first=True, rotary=ft.RotaryPositions(D)).double()
+    sinusoidal, long = ft.SinusoidalPositions(E).double(), torch.randn(1, 600, E, dtype=torch.float64)
+    with torch.inference_mode():
+        m(long, long, long)
+        sinusoidal(600)
+    y = torch.nn.Parameter(long) * sinusoidal(600)
+    m(y, y, y)[0].sum().backward()
+    assert m.in_proj_weight.grad.isfinite().all()

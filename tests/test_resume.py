@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 
+import numpy as np
 import pytest
 import torch
 from sequences import assert_equal, endless, examples, parameters, seq2seq
@@ -181,3 +182,17 @@ def test_other_data_than_before_is_found_out(tmp_path):
     resumed.resume()
     with pytest.raises(ValueError, match="batches must be those of the run that is resumed: epoch 0 had 6 or more"):
         resumed.fit(batches[:5], 4)
+
+
+def test_rates_of_numpy_can_be_resumed(tmp_path):
+    for schedule in (None, lambda step: np.float64(1e-3) * np.cos(step / 100)):
+        folder = tmp_path / str(schedule is None)
+
+        def trainer(schedule=schedule, folder=folder):
+            model = seq2seq()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=np.float64(1e-3))
+            return Trainer(model, optimizer, schedule=schedule, folder=folder, progress=False)
+
+        trainer().fit(endless(n=2), 2)
+        again = trainer()
+        assert again.resume() and again.step == 2

@@ -328,3 +328,12 @@ def test_bad_arguments_of_fit(options, error, text):
 def test_a_loss_must_return_a_sum_and_a_count():
     with pytest.raises(TypeError, match=r"loss must return \(sum of losses, number of tokens\), got a?\s?Tensor"):
         quiet(seq2seq(), loss=lambda model, batch: model(*batch).sum()).fit(endless(n=2), 1)
+
+
+@pytest.mark.parametrize("rate", [math.inf, math.nan])
+def test_a_rate_that_is_not_finite_stops_before_the_step(rate):
+    model = seq2seq()
+    before = parameters(model)
+    with pytest.raises(FloatingPointError, match="step 1"):
+        quiet(model, schedule=lambda step: rate).fit(endless(n=2), 2)
+    assert_equal(parameters(model), before)

@@ -88,6 +88,9 @@ class Trainer:
         if optimizer is None:
             rate = 1e-3 if schedule is None else 1.0
             optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), fused=True)
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], float):
+                group["lr"] = float(group["lr"])  # of a number of numpy's, which a checkpoint could not be read with
         layers = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
         self.recomputed = [m for m in model.modules() if isinstance(m, layers)] if activation_checkpointing else []
         if activation_checkpointing and not self.recomputed:
