@@ -19,6 +19,7 @@ using at::Tensor;
 constexpr int64_t kLeastWork = 1 << 18;  // multiplications that are worth another thread
 constexpr int64_t kFewQueries = 4;       // up to which attention_rows is the faster forward
 constexpr int64_t kTasks = 16;           // of a backward pass at least; a constant, so that sums are cut alike for any threads
+constexpr int64_t kLeastChunk = 8;       // blocks of keys in a task of a backward pass that could have another head
 
 int64_t blocks(int64_t length, int64_t block) { return (length + block - 1) / block; }
 
@@ -121,32 +122,51 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   return {out, weights, lse};
 }
 
-// The gradient of the bias or the sums that it is made of, as BiasGrad says.
-Tensor bias_sums(const Tensor& bias, const AttentionBackward& args, BiasGrad& g) {
-  const auto size = [&](int64_t dim) { return dim < bias.dim() ? bias.size(bias.dim() - 1 - dim) : 1; };
-  const bool keys = size(0) != 1, queries = size(1) != 1;
-  const int64_t rows = queries ? args.L : 1, columns = keys ? args.S : 1;
-  Tensor sums;
-  g.query = queries ? columns : 0;
-  g.key = keys ? 1 : 0;
-  if (g.dense()) {
-    sums = empty({size(3), size(2), rows, columns}, bias.options());
-    if (args.batch == 0) sums.zero_();
-    if (size(3) != 1) g.batch = sums.stride(0);
-    if (size(2) != 1) g.head = sums.stride(1);
-  } else {
-    sums = at::zeros({args.batch, args.heads, args.chunks, rows, columns}, bias.options().dtype(at::kDouble));
-    g.batch = sums.stride(0);
-    g.head = sums.stride(1);
-    g.chunk = sums.stride(2);
-  }
-  g.data = sums.mutable_data_ptr();
-  return sums;
+// The largest divisor of n up to `most`; of 0 that is 0.
+int64_t divisor(int64_t n, int64_t most) {
+  most = std::min(n, most);
+  while (most > 1 && n % most != 0) --most;
+  return most;
 }
 
-Tensor bias_grad_of(const Tensor& sums, const Tensor& bias, const AttentionBackward& args) {
-  const Tensor total = args.grad_bias.dense() ? sums : at::sum_to(sums.sum(2), bias.sizes());
-  return total.to(bias.scalar_type()).reshape(bias.sizes());
+// How a backward pass is cut into tasks. Batches and heads that share a dense bias share a task, which sums their gradients of
+// it, but for a few groups where there is too little else to share out. Of many keys a task gets a chunk; of few that would be
+// dear, as each has every query to lay out.
+void cut(AttentionBackward& args) {
+  const BiasGrad& g = args.grad_bias;
+  const int64_t key_blocks = std::max<int64_t>(1, blocks(args.S, kBackwardKeys));
+  const int64_t wanted = blocks(kTasks, std::max<int64_t>(1, key_blocks / kLeastChunk));
+  args.batch_tasks = args.batch;
+  args.head_tasks = args.kv_heads;
+  if (g.over_batches) args.batch_tasks = divisor(args.batch, g.over_heads ? wanted : blocks(wanted, args.kv_heads));
+  if (g.over_heads) args.head_tasks = divisor(args.kv_heads, blocks(wanted, std::max<int64_t>(1, args.batch_tasks)));
+  const int64_t tasks = std::max<int64_t>(1, args.batch_tasks * args.head_tasks);
+  args.chunks = std::min(blocks(kTasks, tasks), key_blocks);
+}
+
+// Whether `bias` broadcasts along a dimension of the scores, counted from the last, which is 1.
+bool broadcasts(const Tensor& bias, int64_t dim) { return bias.dim() < dim || bias.size(bias.dim() - dim) == 1; }
+
+// Memory for the gradient of the bias or its parts.
+Tensor bias_parts(const Tensor& bias, const AttentionBackward& args, BiasGrad& g) {
+  const int64_t rows = broadcasts(bias, 2) ? 1 : args.L, columns = broadcasts(bias, 1) ? 1 : args.S;
+  g.query = rows == 1 ? 0 : columns;
+  g.key = columns == 1 ? 0 : 1;
+  Tensor parts;
+  if (g.dense()) {
+    const int64_t batches = args.batch_tasks, heads = g.over_heads ? args.head_tasks : args.heads;
+    const bool whole = (!g.over_batches || batches == 1) && (!g.over_heads || heads == 1);
+    const auto options = whole ? bias.options() : bias.options().dtype(compute_type(bias));
+    parts = empty({batches, heads, 1, rows, columns}, options);
+  } else {
+    parts = at::zeros({args.batch, args.heads, args.chunks, rows, columns}, bias.options().dtype(at::kDouble));
+  }
+  g.dtype = dtype_of(parts);
+  g.batch = parts.stride(0);
+  g.head = parts.stride(1);
+  g.chunk = parts.stride(2);
+  g.data = parts.mutable_data_ptr();
+  return parts;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
@@ -193,22 +213,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   args.grad_key = heads(grad_key);
   args.grad_value = heads(grad_value);
   bias_grad = bias_grad && call.bias.defined();
-  const auto broadcasts = [&](int64_t dim) { return call.bias.dim() < dim || call.bias.size(call.bias.dim() - dim) == 1; };
-  const bool dense = bias_grad && !broadcasts(1) && !broadcasts(2);
-  args.batch_tasks = dense && broadcasts(4) ? std::min<int64_t>(args.batch, 1) : args.batch;
-  args.head_tasks = dense && broadcasts(3) ? 1 : args.kv_heads;
-  const int64_t tasks = args.batch_tasks * args.head_tasks;
-  args.chunks =
-      std::clamp<int64_t>(blocks(kTasks, std::max<int64_t>(tasks, 1)), 1, std::max<int64_t>(1, blocks(args.S, kBackwardKeys)));
-  Tensor sums, parts;
-  if (bias_grad) sums = bias_sums(call.bias, args, args.grad_bias);
+  const bool dense = bias_grad && !broadcasts(call.bias, 1) && !broadcasts(call.bias, 2);
+  args.grad_bias.over_batches = dense && broadcasts(call.bias, 4);
+  args.grad_bias.over_heads = dense && broadcasts(call.bias, 3);
+  cut(args);
+  Tensor query_parts, grad_bias = at::empty({0}, query.options());
+  if (bias_grad) grad_bias = bias_parts(call.bias, args, args.grad_bias);
   if (args.chunks > 1) {
-    parts = at::empty({args.chunks, args.batch, args.heads, args.L, args.D}, log_sums.options());
-    args.grad_query_parts = parts.mutable_data_ptr();
+    query_parts = at::empty({args.chunks, args.batch, args.heads, args.L, args.D}, log_sums.options());
+    args.grad_query_parts = query_parts.mutable_data_ptr();
   }
-  for_tasks(args, tasks * args.chunks, kernels().attention_backward[dtype]);
-  if (args.chunks > 1) grad_query.copy_(parts.sum(0));
-  Tensor grad_bias = bias_grad ? bias_grad_of(sums, *bias, args) : at::empty({0}, query.options());
+  for_tasks(args, args.batch_tasks * args.head_tasks * args.chunks, kernels().attention_backward[dtype]);
+  if (args.chunks > 1) grad_query.copy_(query_parts.sum(0));
+  if (bias_grad) {
+    if (grad_bias.numel() != bias->numel()) grad_bias = at::sum_to(grad_bias.sum(2), bias->sizes());
+    grad_bias = grad_bias.to(bias->scalar_type()).reshape(bias->sizes());
+  }
   return {grad_query, grad_key, grad_value, grad_bias};
 }
 

@@ -75,10 +75,10 @@ class BackwardTask {
         weight_rows_(kPaired<T> ? kBlock * kQueries : 0),
         score_rows_(kPaired<T> ? kBlock * kQueries : 0),
         score_pairs_(kPaired<T> ? kBlock / 2 * kQueries : 0),
-        several_(a.grad_bias.dense() && (a.batch > a.batch_tasks || (a.grad_bias.head == 0 && a.heads > a.head_tasks))),
+        several_(a.batch > a.batch_tasks || (a.grad_bias.over_heads && a.heads > a.head_tasks)),
         grad_bias_(!a.grad_bias.data      ? 0
                    : !a.grad_bias.dense() ? kBlock * kQueries
-                   : several_             ? (a.grad_bias.head ? a.heads / a.kv_heads : 1) * task_keys() * padded_
+                   : several_             ? (a.grad_bias.over_heads ? 1 : a.heads / a.kv_heads) * task_keys() * padded_
                                           : kBlock * padded_) {}
 
   // `next` is the step to come, or null.
@@ -197,9 +197,9 @@ class BackwardTask {
         load_scores<T>(a_.grad_weights, head.batch, head.head, q, tile_.queries, k, keys, grad_weights_);
       for (int s = 0; s < tile_.strip_count;) {
         const Strip run = tile_.merged(s);
-        multiply<false>(from_row(value_a.rows, run.begin), grad_out_t_ + q * depth<T>(a_.Dv) + run.first * n, kQueries,
-                        grad_scores_ + run.begin * kQueries + run.first * n, kQueries, run.keys(), (run.last - run.first) * n,
-                        depth<T>(a_.Dv), false, tile_.ahead);
+        multiply<false, false>(from_row(value_a.rows, run.begin), grad_out_t_ + q * depth<T>(a_.Dv) + run.first * n, kQueries,
+                               grad_scores_ + run.begin * kQueries + run.first * n, kQueries, run.keys(),
+                               (run.last - run.first) * n, depth<T>(a_.Dv), tile_.ahead);
       }
       C* const grad_bias = grad_bias_of(head.head, k) + (a_.grad_bias.dense() ? q * kBlock : 0);
       if (a_.grad_bias.data && !a_.grad_bias.dense()) memset(grad_bias, 0, kBlock * kQueries * sizeof(C));
@@ -209,16 +209,16 @@ class BackwardTask {
         const Strip run = tile_.merged(s);
         const int64_t first = run.first * n, visible = run.last * n < tile_.queries ? run.last * n : tile_.queries;
         const int64_t count = kPaired<T> ? (run.last - run.first) * n / 2 : visible - first;
-        multiply<false>(over_queries(weights(), run.begin, first), head.grad_out[q + first], head.grad_out.stride,
-                        grad_value + run.begin * OperandB::columns(a_.Dv), OperandB::columns(a_.Dv), run.keys(),
-                        OperandB::columns(a_.Dv), count, true, tile_.ahead);
-        multiply<false>(over_queries(score_grads(), run.begin, first), head.query[q + first], head.query.stride,
-                        grad_key + run.begin * OperandB::columns(a_.D), OperandB::columns(a_.D), run.keys(),
-                        OperandB::columns(a_.D), count, true, tile_.ahead);
-        multiply<!kPaired<T>>(
+        multiply<false, true>(over_queries(weights(), run.begin, first), head.grad_out[q + first], head.grad_out.stride,
+                              grad_value + run.begin * OperandB::columns(a_.Dv), OperandB::columns(a_.Dv), run.keys(),
+                              OperandB::columns(a_.Dv), count, tile_.ahead);
+        multiply<false, true>(over_queries(score_grads(), run.begin, first), head.query[q + first], head.query.stride,
+                              grad_key + run.begin * OperandB::columns(a_.D), OperandB::columns(a_.D), run.keys(),
+                              OperandB::columns(a_.D), count, tile_.ahead);
+        multiply<!kPaired<T>, true>(
             Matrix<E>{key_a.columns.data + run.begin / kPer * key_a.columns.column, key_a.columns.row, key_a.columns.column},
             over_keys() + run.begin / kPer * kQueries + first, kQueries, grad_query_ + q * rows_padded(a_.D) + first, kQueries,
-            a_.D, (run.last - run.first) * n, (run.keys() + kPer - 1) / kPer, true, tile_.ahead);
+            a_.D, (run.last - run.first) * n, (run.keys() + kPer - 1) / kPer, tile_.ahead);
       }
     }
   }
@@ -253,17 +253,25 @@ class BackwardTask {
 
   // Scores and dp of a strip to w and ds.
   void differentiate(const Strip& strip, C* grad_bias) {
+    with_flag(a_.dropout.on(), [&](auto drops) {
+      with_flag(a_.softcap != 0 || a_.grad_weights.data || a_.grad_bias.data,
+                [&](auto more) { differentiate<drops.value, more.value>(strip, grad_bias); });
+    });
+  }
+  // `more`: there is a softcap or a gradient of the weights or of the bias.
+  template <bool drops, bool more>
+  void differentiate(const Strip& strip, C* grad_bias) {
     for_groups(strip.first, strip.last, [&](auto group, int v) {
       constexpr int V = group.value;
       const C factor = tile_.factor, scale = (C)a_.dropout.scale, weights_scale = (C)a_.grad_weights_scale;
-      const auto* words = tile_.kept(strip);
-      const bool capped = a_.softcap != 0, weights_grad = a_.grad_weights.data, bias_grad = a_.grad_bias.data;
+      const bool capped = more && a_.softcap != 0, weights_grad = more && a_.grad_weights.data;
+      const bool bias_grad = more && a_.grad_bias.data;
       Vec<C> offset[V], delta[V];
       Ints<C> kept[V];
       for (int i = 0; i < V; ++i) {
         offset[i] = load(offset_ + tile_.first_query + (v + i) * n);
         delta[i] = load(delta_ + tile_.first_query + (v + i) * n);
-        if (words) memcpy(&kept[i], words + (v + i) * n, sizeof kept[i]);
+        if (drops) memcpy(&kept[i], tile_.kept(strip) + (v + i) * n, sizeof kept[i]);
       }
       C *const scores = tile_.scores, *const grads = grad_scores_;
       const auto one = [&](int key, int i, Vec<C>& w, Vec<C>& ds) {
@@ -272,7 +280,7 @@ class BackwardTask {
         Vec<C> dp = load(grads + at);
         w = p;
         if (weights_grad) dp += load(grad_weights_ + at) * weights_scale;
-        if (words) {
+        if (drops) {
           const Ints<C> bit = Ints<C>{} + (int)(1u << (key - strip.begin));
           w = select_bit<C>(kept[i], bit, w, Vec<C>{});
           dp = select_bit<C>(kept[i], bit, dp * scale, Vec<C>{});
@@ -308,21 +316,21 @@ class BackwardTask {
     });
   }
 
-  // The heads that one gradient of the bias sums over: they are all the task's.
-  bool is_first(int64_t batch, int64_t head) const {
-    return batch % (a_.batch / a_.batch_tasks) == 0 && (a_.grad_bias.head || head % (a_.heads / a_.head_tasks) == 0);
-  }
-  bool is_last(int64_t batch, int64_t head) const { return is_first(batch + 1, head + (a_.grad_bias.head ? 0 : 1)); }
+  // Batches and heads of one task, of which one sum is made.
+  int64_t shared_batches() const { return a_.batch / a_.batch_tasks; }
+  int64_t shared_heads() const { return a_.grad_bias.over_heads ? a_.heads / a_.head_tasks : 1; }
+  bool is_first(int64_t batch, int64_t head) const { return batch % shared_batches() == 0 && head % shared_heads() == 0; }
+  bool is_last(int64_t batch, int64_t head) const { return is_first(batch + 1, a_.grad_bias.over_heads ? head + 1 : head); }
 
   C* grad_bias_of(int64_t head, int64_t k) const {
     if (!several_) return grad_bias_;
-    return grad_bias_ + ((a_.grad_bias.head ? head % (a_.heads / a_.kv_heads) : 0) * task_keys() + local(k)) * padded_;
+    return grad_bias_ + ((a_.grad_bias.over_heads ? 0 : head % (a_.heads / a_.kv_heads)) * task_keys() + local(k)) * padded_;
   }
 
   void write_grad_bias(int64_t batch, int64_t head, int64_t k, int64_t keys) const {
     const BiasGrad& g = a_.grad_bias;
-    const int64_t at = batch * g.batch + head * g.head + k;
-    if (a_.bias.dtype == DType::f32 && sizeof(C) == sizeof(float))
+    const int64_t at = batch / shared_batches() * g.batch + head / shared_heads() * g.head + k;
+    if (g.dtype == DType::f32 && sizeof(C) == sizeof(float))
       write_blocks(grad_bias_of(head, k), (C*)g.data + at, keys);
     else
       write_blocks(grad_bias_of(head, k), (T*)g.data + at, keys);

@@ -95,28 +95,35 @@ class ForwardTask {
       top_[i] = -INFINITY;
       sum_[i] = 0;
     }
-    memset(output_, 0, round_up(a_.Dv, 16) * kQueries * sizeof(C));
+    bool empty = true;  // output_ holds nothing yet
+    const auto clear = [&] { memset(output_, 0, round_up(a_.Dv, 16) * kQueries * sizeof(C)); };
     const KeyRange seen(a_, query, queries);
     const int64_t first = seen.begin > range.begin ? seen.begin / kKeys * kKeys : range.begin;
     const int64_t end = seen.end < range.end ? seen.end : range.end, offset = range.begin;
     for (int64_t k = first; k < end; k += kKeys) {
       if (!tile_.locate(query, queries, k, end - k < kKeys ? end - k : kKeys)) continue;
       tile_.compute(query_, {key.data + (k - offset) * key.row, key.row, key.column});
-      raise_top();
+      raise_top(empty);
       for (int s = 0; s < tile_.strip_count; ++s) weigh(tile_.strips[s]);
-      for (int s = 0; s < tile_.strip_count;) {
+      for (int s = 0; s < tile_.strip_count; empty = false) {
         const Strip run = tile_.merged(s);
         const E* weights = (const E*)(C*)tile_.scores + run.begin / kPer * kQueries + run.first * n;
-        multiply<!kPaired<T>>(Matrix<E>{value.data + (k - offset + run.begin) / kPer * value.column, value.row, value.column},
-                              weights, kQueries, output_ + run.first * n, kQueries, a_.Dv, (run.last - run.first) * n,
-                              (run.keys() + kPer - 1) / kPer, true, tile_.ahead);
+        const bool part = run.first > 0 || run.last < tile_.vectors();
+        if (empty && part) clear();
+        with_flag(part || !empty, [&](auto add) {
+          multiply<!kPaired<T>, add.value>(
+              Matrix<E>{value.data + (k - offset + run.begin) / kPer * value.column, value.row, value.column}, weights,
+              kQueries, output_ + run.first * n, kQueries, a_.Dv, (run.last - run.first) * n, (run.keys() + kPer - 1) / kPer,
+              tile_.ahead);
+        });
       }
     }
+    if (empty) clear();
     finish(batch, head, query, queries);
   }
 
-  // Raises the running maxima to the block's and rescales what was summed under the old ones.
-  void raise_top() {
+  // Raises the running maxima to the block's and rescales what was summed under the old ones, if anything was.
+  void raise_top(bool empty) {
     C top[kQueries];
     for (int v = 0; v < kVectors; ++v) store(top + v * n, splat<C>(-INFINITY));
     for (int s = 0; s < tile_.strip_count; ++s) {
@@ -138,8 +145,9 @@ class ForwardTask {
       bool any = false;
       for (int i = 0; i < n; ++i) any |= raised[i] != 0;
       if (!any) continue;
-      const Vec<C> shrink = raised ? exp2((before - after) * factor) : splat<C>(1);  // never -inf - -inf in a raised lane
       store(top_ + v * n, after);
+      if (empty) continue;
+      const Vec<C> shrink = raised ? exp2((before - after) * factor) : splat<C>(1);  // never -inf - -inf in a raised lane
       store(sum_ + v * n, load(sum_ + v * n) * shrink);
       for (int64_t d = 0; d < a_.Dv; ++d) {
         C* out = output_ + d * kQueries + v * n;
@@ -151,23 +159,26 @@ class ForwardTask {
   // Scores to weights exp(score - top), in place, summed; those that dropout drops count in the sum only. The difference comes
   // first: of large scores the product with a factor is off by more than 1.
   void weigh(const Strip& strip) {
+    with_flag(a_.dropout.on(), [&](auto drops) { weigh<drops.value>(strip); });
+  }
+  template <bool drops>
+  void weigh(const Strip& strip) {
     for_groups(strip.first, strip.last, [&](auto group, int v) {
       constexpr int V = group.value;
       Vec<C> top[V], sum[V];
       Ints<C> kept[V];
-      const auto* words = tile_.kept(strip);
       const C factor = tile_.factor * (C)kLog2E;
       for (int i = 0; i < V; ++i) {
         const Vec<C> m = load(top_ + (v + i) * n);
         top[i] = m == -INFINITY ? Vec<C>{} : m;
         sum[i] = load(sum_ + (v + i) * n);
-        if (words) memcpy(&kept[i], words + (v + i) * n, sizeof kept[i]);
+        if (drops) memcpy(&kept[i], tile_.kept(strip) + (v + i) * n, sizeof kept[i]);
       }
       C* row = tile_.scores + strip.begin * kQueries + v * n;
       const auto weight = [&](int key, int i, const C* scores) {
         const Vec<C> w = exp2((load(scores + i * n) - top[i]) * factor);
         sum[i] += w;
-        return words ? select_bit<C>(kept[i], Ints<C>{} + (int)(1u << (key - strip.begin)), w, Vec<C>{}) : w;
+        return drops ? select_bit<C>(kept[i], Ints<C>{} + (int)(1u << (key - strip.begin)), w, Vec<C>{}) : w;
       };
       if constexpr (kPaired<T>) {
 #if defined(FT_AVX512_BF16)

@@ -57,6 +57,20 @@ inline void for_groups(int begin, int end, Body body) {
   if (begin < end) body(Count<1>(), begin);
 }
 
+// body(Flag<flag>): what an inner loop need not ask each time.
+template <bool f>
+struct Flag {
+  static constexpr bool value = f;
+};
+template <typename Body>
+inline void with_flag(bool flag, Body body) {
+  if (flag) {
+    body(Flag<true>());
+  } else {
+    body(Flag<false>());
+  }
+}
+
 // A block of a tensor that broadcasts to the scores, transposed into `out`, [key][query]. T or the compute type.
 template <typename T, typename Source>
 inline void load_block(const Source* x, const Scores& s, int64_t queries, int64_t keys, Compute<T>* out) {
@@ -145,11 +159,17 @@ class ScoreTile {
   ScoreTile(const AttentionProblem& problem, bool derivative)
       : scores(kKeys * kQueries),
         slopes(derivative && problem.softcap != 0 ? kKeys * kQueries : 0),
+        ahead(derivative ? 32 : 48),  // lines of 8 tensors for 5 products, or of 4 for 2
         problem_(problem),
         derivative_(derivative),
-        bias_(problem.bias.data ? kKeys * kQueries : 0),
+        keys_(derivative ? kBackwardKeys : kKeys),
+        bias_count_(bias_blocks()),
+        bias_(bias_count_ * keys_ * kQueries),
+        bias_blocks_(bias_count_),
         visible_(kKeys / kStrip * kQueries),
-        kept_(problem.dropout.on() ? kKeys / kStrip * kQueries : 0) {}
+        kept_(problem.dropout.on() ? kKeys / kStrip * kQueries : 0) {
+    for (int64_t i = 0; i < bias_count_; ++i) bias_blocks_[i] = {-1, 0, 0, false};
+  }
 
   void at_head(int64_t batch, int64_t head) {
     batch_ = batch;
@@ -172,9 +192,9 @@ class ScoreTile {
   void compute(const E* query, Matrix<E> key) {
     for (int s = 0; s < strip_count;) {
       const Strip run = merged(s);
-      multiply<false>(Matrix<E>{key.data + run.begin * key.row, key.row, key.column}, query + run.first * n, kQueries,
-                      scores + run.begin * kQueries + run.first * n, kQueries, run.keys(), (run.last - run.first) * n,
-                      depth<T>(problem_.D), false, ahead);
+      multiply<false, false>(Matrix<E>{key.data + run.begin * key.row, key.row, key.column}, query + run.first * n, kQueries,
+                             scores + run.begin * kQueries + run.first * n, kQueries, run.keys(), (run.last - run.first) * n,
+                             depth<T>(problem_.D), ahead);
     }
     factor = (C)problem_.scale;
     const bool finished = problem_.softcap != 0 || problem_.bias.data || !(factor > 0);
@@ -182,6 +202,9 @@ class ScoreTile {
       if (finished || strips[s].masked) finish(strips[s], finished);
     if (finished) factor = 1;
   }
+
+  // Vectors of a row that hold queries.
+  int vectors() const { return (int)round_up((queries + n - 1) / n, kStep); }
 
   // The next strips that have one range of queries, as one; s moves past them.
   Strip merged(int& s) const {
@@ -203,16 +226,17 @@ class ScoreTile {
   const AttentionProblem& problem_;
   bool derivative_;
   int64_t batch_, head_;
+  // Blocks of the bias as they were last read: all of a head's, where others share them and they are few, else one.
+  static constexpr int64_t kBiasElements = 1 << 18;
   struct BiasBlock {
     int64_t at, queries, keys;
-    bool operator==(const BiasBlock&) const = default;
+    bool shows;  // something else than -inf
   };
+  const int64_t keys_, bias_count_;
   Buffer<C> bias_;
-  BiasBlock bias_block_ = {-1, 0, 0};
-  bool bias_shows_;
+  Buffer<BiasBlock> bias_blocks_;
+  const C* bias_here_ = nullptr;
   Buffer<Word> visible_, kept_;  // [strip][query], a bit for each key
-
-  int vectors() const { return (int)round_up((queries + n - 1) / n, kStep); }
 
   // Which keys each query sees, and the strips to work on: those in which a query sees one.
   bool find_visible() {
@@ -314,24 +338,35 @@ class ScoreTile {
     }
   }
 
-  // Reads the bias of the block, unless it is that of the last one, as when batches share a bias; false if it is -inf
-  // everywhere.
+  int64_t bias_blocks() const {
+    const AttentionProblem& p = problem_;
+    if (!p.bias.data) return 0;
+    const int64_t count = (p.L + kQueries - 1) / kQueries * ((p.S + keys_ - 1) / keys_);
+    const bool shared = (p.bias.batch == 0 && p.batch > 1) || (p.bias.head == 0 && p.heads > 1);
+    return shared && count * keys_ * kQueries <= kBiasElements ? count : 1;
+  }
+
+  // Reads the bias of the block, unless it is at hand; false if it is -inf everywhere.
   bool load_bias() {
     const Scores& bias = problem_.bias;
-    const BiasBlock block = {batch_ * bias.batch + head_ * bias.head + first_query * bias.query + first_key * bias.key, queries,
-                             keys};
-    if (block == bias_block_) return bias_shows_;
-    bias_block_ = block;
-    load_scores<T>(bias, batch_, head_, first_query, queries, first_key, keys, bias_);
+    const int64_t row = first_query / kQueries * ((problem_.S + keys_ - 1) / keys_);
+    const int64_t slot = (row + first_key / keys_) % bias_count_;
+    const int64_t at = batch_ * bias.batch + head_ * bias.head + first_query * bias.query + first_key * bias.key;
+    BiasBlock& block = bias_blocks_[slot];
+    C* const values = bias_ + slot * keys_ * kQueries;
+    bias_here_ = values;
+    if (block.at == at && block.queries == queries && block.keys == keys) return block.shows;
+    load_scores<T>(bias, batch_, head_, first_query, queries, first_key, keys, values);
     Vec<C> top = splat<C>(-INFINITY);
     for (int64_t key = 0; key < keys; ++key)
       for (int v = 0; v * n < queries; ++v) {
-        const Vec<C> x = load(bias_ + key * kQueries + v * n);
+        const Vec<C> x = load(values + key * kQueries + v * n);
         top = x <= top ? top : x;  // a NaN stays
       }
-    bias_shows_ = false;
-    for (int i = 0; i < n; ++i) bias_shows_ |= !(top[i] == -INFINITY);
-    return bias_shows_;
+    bool shows = false;
+    for (int i = 0; i < n; ++i) shows |= !(top[i] == -INFINITY);
+    block = {at, queries, keys, shows};
+    return shows;
   }
 
   void draw() {
@@ -365,7 +400,7 @@ class ScoreTile {
           } else if (whole) {
             s *= scale;
           }
-          if (has_bias) s += load(bias_ + at);
+          if (has_bias) s += load(bias_here_ + at);
           if (strip.masked) s = select_bit<C>(visible[i], bit, s, hidden);
           store(scores + at, s);
         }

@@ -37,12 +37,15 @@ struct Scores {
   int64_t batch = 0, head = 0, query = 0, key = 0;
 };
 
-// The gradient of the bias. Where the bias has queries and keys, the gradient itself, in the dtype of the bias; else sums that
-// it is made of, in float64, zero at first. Strides are 0 where the bias broadcasts; of keys and queries one that is not 0
-// is 1.
+// The gradient of the bias, or parts that add up to it, (batch, head, chunk, query, key). Where the bias has queries and keys
+// (`dense`), a part is what one task sums over the batches and heads that share a bias, and has the dtype of the bias or the
+// compute type; else it is what one chunk of a head's keys adds, in float64, zero at first. The strides of queries and keys are
+// 0 where the bias broadcasts.
 struct BiasGrad {
   void* data = nullptr;
-  int64_t batch = 0, head = 0, chunk = 0, key = 0, query = 0;
+  DType dtype = DType::f32;
+  int64_t batch = 0, head = 0, chunk = 0, query = 0, key = 0;
+  bool over_batches = false, over_heads = false;  // dense: whether batches, or heads, share a bias
   bool dense() const { return key != 0 && query != 0; }
 };
 
@@ -80,8 +83,7 @@ struct AttentionWeightSums : AttentionProblem {
   void* sums;
 };
 
-// A task is every chunks-th block of keys of one key head, or, where the gradient of the bias sums over heads or batches, of
-// all that it sums over.
+// A task is every chunks-th block of keys of one key head, or, where batches or heads share a dense bias, of several.
 struct AttentionBackward : AttentionProblem {
   ConstHeads out, grad_out;
   const void *lse, *grad_lse;  // grad_lse may be null

@@ -61,17 +61,20 @@ constexpr int kTileVectors = 2;  // 6 x 2 sums, 2 vectors of B, 1 of A: 15 of 16
 // Memory that is used next, in rows. Products fetch some lines of it with every tile, so that it arrives while they compute:
 // a short head may take as long to come from memory as to work on, and the hardware's own prefetching ends with each page.
 class Ahead {
-  static constexpr int kLines = 48;  // forward on blocks of 64 x 64 floats has 22 tiles to fetch the 1024 lines of four of them
   struct Rows {
     const char* data;
     int64_t count, stride, size;  // stride and size in bytes
   };
   Rows rows_[8];
   int count_ = 0, next_ = 0;
-  int64_t at_ = 0;
+  const int lines_;  // at a time
 
  public:
-  void clear() { count_ = next_ = at_ = 0; }
+  // 64 x 64 floats are 256 lines and 11 rows of tiles, of 64 columns. So `lines` for 64 columns is right where that many / 23
+  // blocks come from memory for each product.
+  explicit Ahead(int lines) : lines_(lines * kTileVectors * kLanes<float> / 64) {}
+
+  void clear() { count_ = next_ = 0; }
 
   template <typename T>
   void add(const T* data, int64_t stride, int64_t rows, int64_t columns) {
@@ -79,12 +82,9 @@ class Ahead {
   }
 
   void fetch() {
-    for (int line = 0; line < kLines && next_ < count_; ++line) {
+    for (int64_t lines = 0; lines < lines_ && next_ < count_;) {
       Rows& rows = rows_[next_];
-      __builtin_prefetch(rows.data + at_);
-      at_ += 64;
-      if (at_ < rows.size) continue;
-      at_ = 0;
+      for (int64_t at = 0; at < rows.size; at += 64, ++lines) __builtin_prefetch(rows.data + at);
       rows.data += rows.stride;
       if (--rows.count == 0) ++next_;
     }
@@ -92,15 +92,11 @@ class Ahead {
 };
 
 // Rows of A lie side by side (A's row stride is 1) or k does (its column stride is 1): `stride` is the other one.
-template <int R, int V, bool rows_adjacent, typename E>
-inline void multiply_tile(const E* a, int64_t stride, const E* b, int64_t b_stride, Sum<E>* c, int64_t c_stride, int64_t k,
-                          bool add) {
+template <int R, int V, bool rows_adjacent, bool add, typename E>
+inline void multiply_tile(const E* a, int64_t stride, const E* b, int64_t b_stride, Sum<E>* c, int64_t c_stride, int64_t k) {
   constexpr int n = kLanes<Sum<E>>;
-  Vec<Sum<E>> sums[R][V];
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r)
+  Vec<Sum<E>> sums[R][V] = {};
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) sums[r][v] = add ? load(c + r * c_stride + v * n) : Vec<Sum<E>>{};
   for (int64_t i = 0; i < k; ++i) {
     Vec<Sum<E>> row[V];
 #pragma GCC unroll 4
@@ -115,22 +111,27 @@ inline void multiply_tile(const E* a, int64_t stride, const E* b, int64_t b_stri
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) store(c + r * c_stride + v * n, sums[r][v]);
+    for (int v = 0; v < V; ++v) {
+      Sum<E>* out = c + r * c_stride + v * n;
+      store(out, add ? load(out) + sums[r][v] : sums[r][v]);
+    }
 }
 
-template <int R, int V, bool rows_adjacent, typename E>
-inline void multiply_columns(Matrix<E> a, const E* b, int64_t b_stride, Sum<E>* c, int64_t c_stride, int64_t rows, int64_t k,
-                             bool add, Ahead& ahead) {
+// `columns` is a number of whole groups of V vectors. Rows come first: those of A stay in the nearest cache for all groups.
+template <int R, int V, bool rows_adjacent, bool add, typename E>
+inline void multiply_columns(Matrix<E> a, const E* b, int64_t b_stride, Sum<E>* c, int64_t c_stride, int64_t rows,
+                             int64_t columns, int64_t k, Ahead& ahead) {
   int64_t r = 0;
-  for (; r + R <= rows; r += R) {
-    ahead.fetch();
-    multiply_tile<R, V, rows_adjacent>(a.data + r * a.row, rows_adjacent ? a.column : a.row, b, b_stride, c + r * c_stride,
-                                       c_stride, k, add);
-  }
+  for (; r + R <= rows; r += R)
+    for (int64_t col = 0; col < columns; col += V * kLanes<Sum<E>>) {
+      ahead.fetch();
+      multiply_tile<R, V, rows_adjacent, add>(a.data + r * a.row, rows_adjacent ? a.column : a.row, b + col, b_stride,
+                                              c + r * c_stride + col, c_stride, k);
+    }
   if constexpr (R > 1) {
     if (r < rows)
-      multiply_columns<(R > 6 ? 6 : R - 1), V, rows_adjacent>(Matrix<E>{a.data + r * a.row, a.row, a.column}, b, b_stride,
-                                                              c + r * c_stride, c_stride, rows - r, k, add, ahead);
+      multiply_columns<(R > 6 ? 6 : R - 1), V, rows_adjacent, add>(Matrix<E>{a.data + r * a.row, a.row, a.column}, b, b_stride,
+                                                                   c + r * c_stride, c_stride, rows - r, columns, k, ahead);
   }
 }
 
@@ -148,9 +149,9 @@ struct TileRegisters {
   ~TileRegisters() { _tile_release(); }
 };
 
-template <int R, int V>
+template <int R, int V, bool add>
 inline void multiply_tiles(const Pair* a, int64_t a_stride, const Pair* b, int64_t b_stride, float* c, int64_t c_stride,
-                           int64_t k, bool add) {
+                           int64_t k) {
   const int64_t a_bytes = a_stride * sizeof(Pair), b_bytes = b_stride * sizeof(Pair), c_bytes = c_stride * sizeof(float);
   if (add) {
     _tile_loadd(0, c, c_bytes);
@@ -180,9 +181,9 @@ inline void multiply_tiles(const Pair* a, int64_t a_stride, const Pair* b, int64
 }
 
 // The same on tile registers. Rows and pairs of k are rounded up to 16: what is read beyond them must be finite, and 0 in A.
-template <bool rows_adjacent>
+template <bool rows_adjacent, bool add>
 inline void multiply(Matrix<Pair> a, const Pair* b, int64_t b_stride, float* c, int64_t c_stride, int64_t rows, int64_t columns,
-                     int64_t k, bool add, Ahead& ahead) {
+                     int64_t k, Ahead& ahead) {
   __asm__ volatile("" : : : "memory");  // the intrinsics do not say that they read memory
   for (int64_t r = 0; r < rows; r += 32) {
     const Pair* a_row = a.data + r * a.row;
@@ -192,15 +193,15 @@ inline void multiply(Matrix<Pair> a, const Pair* b, int64_t b_stride, float* c, 
     for (; col + 32 <= columns; col += 32) {
       ahead.fetch();
       if (two)
-        multiply_tiles<2, 2>(a_row, a.row, b + col, b_stride, c_row + col, c_stride, k, add);
+        multiply_tiles<2, 2, add>(a_row, a.row, b + col, b_stride, c_row + col, c_stride, k);
       else
-        multiply_tiles<1, 2>(a_row, a.row, b + col, b_stride, c_row + col, c_stride, k, add);
+        multiply_tiles<1, 2, add>(a_row, a.row, b + col, b_stride, c_row + col, c_stride, k);
     }
     if (col < columns) {
       if (two)
-        multiply_tiles<2, 1>(a_row, a.row, b + col, b_stride, c_row + col, c_stride, k, add);
+        multiply_tiles<2, 1, add>(a_row, a.row, b + col, b_stride, c_row + col, c_stride, k);
       else
-        multiply_tiles<1, 1>(a_row, a.row, b + col, b_stride, c_row + col, c_stride, k, add);
+        multiply_tiles<1, 1, add>(a_row, a.row, b + col, b_stride, c_row + col, c_stride, k);
     }
   }
 }
@@ -209,18 +210,17 @@ struct TileRegisters {};
 #endif
 
 // b (k, columns) with rows b_stride elements apart, c (rows, columns); columns is a number of whole vectors.
-template <bool rows_adjacent, typename E>
+template <bool rows_adjacent, bool add, typename E>
 inline void multiply(Matrix<E> a, const E* b, int64_t b_stride, Sum<E>* c, int64_t c_stride, int64_t rows, int64_t columns,
-                     int64_t k, bool add, Ahead& ahead) {
+                     int64_t k, Ahead& ahead) {
   constexpr int n = kLanes<Sum<E>>;
-  int64_t col = 0;
-  for (; col + kTileVectors * n <= columns; col += kTileVectors * n)
-    multiply_columns<6, kTileVectors, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add, ahead);
+  int64_t col = columns / (kTileVectors * n) * (kTileVectors * n);
+  multiply_columns<6, kTileVectors, rows_adjacent, add>(a, b, b_stride, c, c_stride, rows, col, k, ahead);
   if (kTileVectors > 2 && col + 2 * n <= columns) {
-    multiply_columns<12, 2, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add, ahead);
+    multiply_columns<12, 2, rows_adjacent, add>(a, b + col, b_stride, c + col, c_stride, rows, 2 * n, k, ahead);
     col += 2 * n;
   }
-  if (col < columns) multiply_columns<12, 1, rows_adjacent>(a, b + col, b_stride, c + col, c_stride, rows, k, add, ahead);
+  if (col < columns) multiply_columns<12, 1, rows_adjacent, add>(a, b + col, b_stride, c + col, c_stride, rows, n, k, ahead);
 }
 
 }  // namespace FT_LEVEL

@@ -83,14 +83,26 @@ inline Vec<C> splat(C x) {
   return Vec<C>{} + x;
 }
 
-// Lane-wise the larger of a and b; b where either is NaN.
+// Lane-wise the larger, or the smaller, of a and b; b where either is NaN.
 template <typename C>
 inline Vec<C> maximum(Vec<C> a, Vec<C> b) {
 #if defined(FT_AVX512)
   if constexpr (sizeof(C) == 4) return (Vec<C>)_mm512_max_ps((__m512)a, (__m512)b);
   if constexpr (sizeof(C) == 8) return (Vec<C>)_mm512_max_pd((__m512d)a, (__m512d)b);
+#elif defined(FT_AVX2)
+  if constexpr (sizeof(C) == 4) return (Vec<C>)_mm256_max_ps((__m256)a, (__m256)b);
+  if constexpr (sizeof(C) == 8) return (Vec<C>)_mm256_max_pd((__m256d)a, (__m256d)b);
 #else
   return a > b ? a : b;
+#endif
+}
+inline Vec<float> minimum(Vec<float> a, Vec<float> b) {
+#if defined(FT_AVX512)
+  return (Vec<float>)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(FT_AVX2)
+  return (Vec<float>)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
 #endif
 }
 
@@ -268,9 +280,33 @@ inline void interleave(V a, V b, V& low, V& high, Lanes<lane...>) {
   high = __builtin_shufflevector(a, b, (n / 2 + lane / 2 + lane % 2 * n)...);
 }
 
+#if defined(FT_AVX2)
+// Shuffles within halves take one instruction where those across take two: four by four, then the halves change places.
+inline void transpose_floats(Vec<float> (&rows)[8]) {
+  Vec<float> columns[8];
+  for (int i = 0; i < 8; i += 4) {
+    const __m256d low01 = (__m256d)_mm256_unpacklo_ps(rows[i], rows[i + 1]),
+                  high01 = (__m256d)_mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    const __m256d low23 = (__m256d)_mm256_unpacklo_ps(rows[i + 2], rows[i + 3]),
+                  high23 = (__m256d)_mm256_unpackhi_ps(rows[i + 2], rows[i + 3]);
+    columns[i] = (Vec<float>)_mm256_unpacklo_pd(low01, low23);
+    columns[i + 1] = (Vec<float>)_mm256_unpackhi_pd(low01, low23);
+    columns[i + 2] = (Vec<float>)_mm256_unpacklo_pd(high01, high23);
+    columns[i + 3] = (Vec<float>)_mm256_unpackhi_pd(high01, high23);
+  }
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = (Vec<float>)_mm256_permute2f128_ps(columns[i], columns[i + 4], 0x20);
+    rows[i + 4] = (Vec<float>)_mm256_permute2f128_ps(columns[i], columns[i + 4], 0x31);
+  }
+}
+#endif
+
 template <typename C>
 inline void transpose(Vec<C> (&rows)[kLanes<C>]) {
   constexpr int n = kLanes<C>;
+#if defined(FT_AVX2)
+  if constexpr (n == 8) return transpose_floats(rows);
+#endif
   Vec<C> other[n];
 #pragma GCC unroll 4
   for (int round = 1; round < n; round *= 2) {

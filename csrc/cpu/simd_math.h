@@ -59,17 +59,17 @@ inline Vec<double> exp(Vec<double> x) {
 constexpr float kExp2[] = {1.0f,           0x1.62e430p-1f,  0x1.ebfbdcp-3f, 0x1.c6aee8p-5f,
                            0x1.3b2d4cp-7f, 0x1.5f3e52p-10f, 0x1.41fbbcp-13f};
 
-// 2^x to 1.3 units of 2^-24; exactly 0 at -inf, NaN stays NaN. Minimax polynomials of degree 6 with p(0) = 1.
+// 2^x to 1.3 units of 2^-24; exactly 0 at -inf, NaN stays NaN. Minimax polynomials of degree 6 with p(0) = 1. Without AVX-512
+// results below 2^-126 are 0 and those from 2^127.5 on infinite.
 inline Vec<float> exp2(Vec<float> x) {
 #if defined(FT_AVX512)  // the instructions do the ends of the range: reduce gives x - floor(x), scalef multiplies by 2^floor(x)
   const float p[] = {1.0f, 0x1.62e42cp-1f, 0x1.ebfd58p-3f, 0x1.c68912p-5f, 0x1.3d0b92p-7f, 0x1.46d64ep-10f, 0x1.c54174p-13f};
   return times_power(polynomial(p, (Vec<float>)_mm512_reduce_ps((__m512)x, 1)), x);
 #else
-  const Vec<float> lowest = splat<float>(-151.0f), highest = splat<float>(129.0f);
-  x = x < lowest ? lowest : x;
-  x = x > highest ? highest : x;
-  const Vec<float> n = (x + 0x1.8p23f) - 0x1.8p23f;
-  return times_power(polynomial(kExp2, x - n), n);
+  const float whole = 0x1.8p23f + 127;  // the last bits of x + whole are the exponent of 2^x, from 0 for 0 to 255 for infinity
+  x = minimum(splat<float>(128.0f), maximum<float>(splat<float>(-127.0f), x));
+  const Vec<float> shifted = x + whole, power = (Vec<float>)((Ints<float>)shifted << 23);
+  return polynomial(kExp2, x - (shifted - whole)) * power;
 #endif
 }
 
