@@ -1,6 +1,6 @@
 """attention on CPU against the best of PyTorch: F.scaled_dot_product_attention, matmul-softmax-matmul, and that compiled.
 
-    python benchmarks/bench_attention.py            interleaved, writes results/attention.csv
+    python benchmarks/bench_attention.py [float32]  interleaved, writes results/attention.csv; of one dtype, or of all
     pytest benchmarks --benchmark-only              the same variants under pytest-benchmark
 
 FLOPs of a forward pass: 4 B H L S D (two products); of forward and backward 3.5 times that (seven products); with a causal
@@ -10,6 +10,7 @@ much faster half the keys are than all of them.
 """
 
 import itertools
+import sys
 from functools import partial
 
 import pytest
@@ -97,10 +98,10 @@ def test_speed(benchmark, case, provider):
     benchmark(setup(case, provider))
 
 
-def peaks():
+def peaks(dtypes):
     """The rate of large matrix products in GFLOP/s, by dtype: what the machine's arithmetic is measured by."""
     n = 2048
-    matrices = {name: torch.randn(n, n, dtype=dtype) for name, dtype in DTYPES.items()}
+    matrices = {name: torch.randn(n, n, dtype=DTYPES[name]) for name in dtypes}
     times = interleave({name: partial(torch.mm, x, x) for name, x in matrices.items()}, seconds=2.0)
     return {name: 2 * n**3 / t["median_ms"] / 1e6 for name, t in times.items()}
 
@@ -123,10 +124,12 @@ def measures(case, times, variants, mm):
     return row
 
 
-def main():
-    mm, rows = peaks(), []
+def main(dtypes):
+    mm, rows = peaks(dtypes), []
     print({dtype: f"{rate:.0f} GFLOP/s in torch.mm" for dtype, rate in mm.items()})
     for case in CASES:
+        if case[2] not in dtypes:
+            continue
         torch._dynamo.reset()
         backward = case[0].startswith("forward+backward")
         with torch.set_grad_enabled(backward):
@@ -142,4 +145,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or list(DTYPES))

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from fast_transformer import ops
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -95,14 +97,20 @@ def copy_rate_cuda() -> float:
 
 
 def write_csv(name: str, rows: list[dict[str, object]], device: str = "cpu") -> Path:
-    """Replaces results/<name>.csv; every row carries where and with what it was measured."""
+    """Replaces results/<name>.csv; every row carries where and with what it was measured.
+
+    What a CPU without AVX-512 gives goes to a folder of its level, as results/avx2/<name>.csv.
+    """
+    folder, level = RESULTS, ops.build_info()["cpu_level"]
     if device == "cpu":
-        where = {"cpu": cpu_name(), "threads": torch.get_num_threads()}
+        where = {"cpu": cpu_name(), "level": level, "threads": torch.get_num_threads()}
+        if level in ("generic", "avx2"):
+            folder = RESULTS / level
     else:
         where = {"gpu": torch.cuda.get_device_name(), "triton": version("triton"), "cudnn": torch.backends.cudnn.version()}
     where |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.csv"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *where])
         writer.writeheader()

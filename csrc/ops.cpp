@@ -55,6 +55,7 @@ pybind11::dict build_info() {
   info["torch"] = TORCH_VERSION;
   info["cpu_levels"] = ft::levels();
   info["cpu_level"] = ft::kernels().name;
+  info["cpu_is_amd"] = ft::is_amd();
 #ifdef FT_CUDA_ARCHS
   info["cuda_archs"] = FT_CUDA_ARCHS;
 #else

@@ -190,6 +190,10 @@ CASES = {
     "bias-inf": Case(bias=(2, 2, 7, 9), bias_inf=True),
     "bias-causal": Case(bias=(1, 2, 7, 9), options=dict(causal=True)),
     "bias-shared-L63": Case(L=63, S=63, bias=(1, 2, 63, 63)),
+    "bias-shared-L70-S140": Case(B=3, L=70, S=140, D=4, bias=(1, 2, 70, 140)),
+    "bias-shared-B32": Case(B=32, L=3, S=5, bias=(1, 2, 3, 5)),  # many may share it in groups, whose gradients add up
+    "bias-shared-B24-H4": Case(B=24, H=4, L=3, S=5, bias=(3, 5)),
+    "bias-shared-B17-H4-Hkv2": Case(B=17, H=4, Hkv=2, L=3, S=5, bias=(3, 5)),
     "everything": Case(
         *(2, 4, 2, 11, 13, 5, 3),
         mask=(2, 1, 1, 13),

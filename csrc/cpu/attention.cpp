@@ -122,11 +122,11 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
   return {out, weights, lse};
 }
 
-// The largest divisor of n up to `most`; of 0 that is 0.
-int64_t divisor(int64_t n, int64_t most) {
-  most = std::min(n, most);
-  while (most > 1 && n % most != 0) --most;
-  return most;
+// The most equal groups, of two or more, that n can be put in, up to `most`; one, if n allows no more.
+int64_t groups(int64_t n, int64_t most) {
+  int64_t count = std::min(n / 2, most);
+  while (count > 1 && n % count != 0) --count;
+  return std::max(count, std::min<int64_t>(n, 1));
 }
 
 // How a backward pass is cut into tasks. Batches and heads that share a dense bias share a task, which sums their gradients of
@@ -138,8 +138,8 @@ void cut(AttentionBackward& args) {
   const int64_t wanted = blocks(kTasks, std::max<int64_t>(1, key_blocks / kLeastChunk));
   args.batch_tasks = args.batch;
   args.head_tasks = args.kv_heads;
-  if (g.over_batches) args.batch_tasks = divisor(args.batch, g.over_heads ? wanted : blocks(wanted, args.kv_heads));
-  if (g.over_heads) args.head_tasks = divisor(args.kv_heads, blocks(wanted, std::max<int64_t>(1, args.batch_tasks)));
+  if (g.over_batches) args.batch_tasks = groups(args.batch, g.over_heads ? wanted : blocks(wanted, args.kv_heads));
+  if (g.over_heads) args.head_tasks = groups(args.kv_heads, blocks(wanted, std::max<int64_t>(1, args.batch_tasks)));
   const int64_t tasks = std::max<int64_t>(1, args.batch_tasks * args.head_tasks);
   args.chunks = std::min(blocks(kTasks, tasks), key_blocks);
 }

@@ -104,7 +104,8 @@ inline void transposed_operand(Rows<const T> x, int64_t rows, int64_t d, Element
     for (int64_t i = 0; i < depth<T>(d); ++i) memset((C*)out + i * kQueries + r, 0, sizeof(Vec<C>));
 }
 
-// x (n, d) as an A whose rows are x's rows, or (`columns`) x's columns, from one copy in scratch memory or none.
+// x (n, d) as an A whose rows are x's rows, or (`columns`) x's columns, from one copy in scratch memory or none. Products that
+// go down the columns want rows that follow each other: others, those of heads beside each other, share few lines of the cache.
 template <typename T>
 struct Operand {
   using E = Element<T>;
@@ -112,7 +113,7 @@ struct Operand {
 
   static int64_t scratch(int64_t n, int64_t d) {
     if constexpr (kPaired<T>) return round_up(n, kStrip) * round_up(d, 32);  // rows and columns, each half of that
-    return sizeof(T) == sizeof(E) ? 0 : n * d + kLanes<E>;
+    return n * d + kLanes<E>;
   }
 
   Operand(Rows<const T> x, int64_t n, int64_t d, E* scratch, bool want_rows, bool want_columns) {
@@ -123,9 +124,9 @@ struct Operand {
         pack_rows(x, n, d, scratch);
       }
       if (want_columns) pack_columns(x, n, d, scratch + round_up(n, kStrip) * depth<T>(d));
-    } else if constexpr (sizeof(T) == sizeof(E)) {
-      rows = {x.data, x.stride, 1};
-      columns = {x.data, 1, x.stride};
+    } else if (sizeof(T) == sizeof(E) && (x.stride == d || !want_columns)) {
+      rows = {(const E*)x.data, x.stride, 1};
+      columns = {(const E*)x.data, 1, x.stride};
     } else {
       for (int64_t i = 0; i < n; ++i)
         for_columns<E>(d, [&](int64_t c, auto lanes) { lanes.store(scratch + i * d + c, lanes.load(x[i] + c)); });
@@ -176,13 +177,10 @@ struct RowsOperand {
   int64_t stride;
 
   static int64_t columns(int64_t d) { return round_up(d, lanes); }
-  static bool in_place(int64_t d) { return sizeof(T) == sizeof(E) && !kPaired<T> && d % lanes == 0; }
-  static int64_t scratch(int64_t n, int64_t d) {
-    return in_place(d) ? 0 : round_up(n, kQueries) / ElementOf<T>::per * columns(d);
-  }
+  static int64_t scratch(int64_t n, int64_t d) { return round_up(n, kQueries) / ElementOf<T>::per * columns(d); }
 
   RowsOperand(Rows<const T> x, int64_t n, int64_t d, E* scratch) {
-    if (in_place(d)) {
+    if (sizeof(T) == sizeof(E) && !kPaired<T> && x.stride == columns(d)) {
       data = (const E*)x.data;
       stride = x.stride;
       return;

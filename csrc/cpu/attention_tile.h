@@ -163,12 +163,12 @@ class ScoreTile {
         problem_(problem),
         derivative_(derivative),
         keys_(derivative ? kBackwardKeys : kKeys),
-        bias_count_(bias_blocks()),
-        bias_(bias_count_ * keys_ * kQueries),
-        bias_blocks_(bias_count_),
+        slots_(bias_slots()),
+        bias_(slots_ * keys_ * kQueries),
+        bias_blocks_(slots_),
         visible_(kKeys / kStrip * kQueries),
         kept_(problem.dropout.on() ? kKeys / kStrip * kQueries : 0) {
-    for (int64_t i = 0; i < bias_count_; ++i) bias_blocks_[i] = {-1, 0, 0, false};
+    for (int64_t i = 0; i < slots_; ++i) bias_blocks_[i] = {-1, 0, 0, false};
   }
 
   void at_head(int64_t batch, int64_t head) {
@@ -226,13 +226,13 @@ class ScoreTile {
   const AttentionProblem& problem_;
   bool derivative_;
   int64_t batch_, head_;
-  // Blocks of the bias as they were last read: all of a head's, where others share them and they are few, else one.
+  // Blocks of the bias as they were last read: slots for all of a head's, where others share them and they are few, else one.
   static constexpr int64_t kBiasElements = 1 << 18;
   struct BiasBlock {
     int64_t at, queries, keys;
     bool shows;  // something else than -inf
   };
-  const int64_t keys_, bias_count_;
+  const int64_t keys_, slots_;
   Buffer<C> bias_;
   Buffer<BiasBlock> bias_blocks_;
   const C* bias_here_ = nullptr;
@@ -338,7 +338,7 @@ class ScoreTile {
     }
   }
 
-  int64_t bias_blocks() const {
+  int64_t bias_slots() const {
     const AttentionProblem& p = problem_;
     if (!p.bias.data) return 0;
     const int64_t count = (p.L + kQueries - 1) / kQueries * ((p.S + keys_ - 1) / keys_);
@@ -350,7 +350,7 @@ class ScoreTile {
   bool load_bias() {
     const Scores& bias = problem_.bias;
     const int64_t row = first_query / kQueries * ((problem_.S + keys_ - 1) / keys_);
-    const int64_t slot = (row + first_key / keys_) % bias_count_;
+    const int64_t slot = (row + first_key / keys_) % slots_;
     const int64_t at = batch_ * bias.batch + head_ * bias.head + first_query * bias.query + first_key * bias.key;
     BiasBlock& block = bias_blocks_[slot];
     C* const values = bias_ + slot * keys_ * kQueries;
@@ -381,31 +381,47 @@ class ScoreTile {
 
   // Scales, caps and adds the bias, if `whole`; hides what the mask hides.
   void finish(const Strip& strip, bool whole) {
-    const C scale = (C)problem_.scale, cap = (C)problem_.softcap, per_cap = (C)(problem_.scale / problem_.softcap);
-    const Vec<C> hidden = splat<C>(-INFINITY);
-    const bool has_bias = problem_.bias.data;
-    for_groups(strip.first, strip.last, [&](auto group, int v) {
-      constexpr int V = group.value;
-      Ints<C> visible[V];
-      for (int i = 0; i < V; ++i) visible[i] = strip.masked ? words(strip.begin / kStrip, v + i) : Ints<C>{};
-      for (int key = strip.begin; key < strip.end; ++key) {
-        const Ints<C> bit = Ints<C>{} + (Word)(1u << (key - strip.begin));
-        for (int i = 0; i < V; ++i) {
-          const int64_t at = key * kQueries + (v + i) * n;
-          Vec<C> s = load(scores + at);
-          if (cap != 0) {
-            const Vec<C> t = tanh(s * per_cap);
-            s = t * cap;
-            if (derivative_) store(slopes + at, 1 - t * t);
-          } else if (whole) {
-            s *= scale;
-          }
-          if (has_bias) s += load(bias_here_ + at);
-          if (strip.masked) s = select_bit<C>(visible[i], bit, s, hidden);
-          store(scores + at, s);
-        }
+    with_flag(strip.masked, [&](auto masked) {
+      if (problem_.softcap != 0) {
+        cap(strip);
+        finish<masked.value>(strip, 1);
+      } else {
+        finish<masked.value>(strip, whole ? (C)problem_.scale : 1);
       }
     });
+  }
+
+  template <bool masked>
+  void finish(const Strip& strip, C scale) {
+    const C* const bias = bias_here_;
+    with_flag(bias, [&](auto biased) {
+      for_groups(strip.first, strip.last, [&](auto group, int v) {
+        constexpr int V = group.value;
+        Ints<C> visible[V];
+        for (int i = 0; masked && i < V; ++i) visible[i] = words(strip.begin / kStrip, v + i);
+        for (int key = strip.begin; key < strip.end; ++key) {
+          const Ints<C> bit = Ints<C>{} + (Word)(1u << (key - strip.begin));
+          for (int i = 0; i < V; ++i) {
+            const int64_t at = key * kQueries + (v + i) * n;
+            Vec<C> s = load(scores + at) * scale;
+            if (biased.value) s += load(bias + at);
+            store(scores + at, masked ? select_bit<C>(visible[i], bit, s, splat<C>(-INFINITY)) : s);
+          }
+        }
+      });
+    });
+  }
+
+  // Scores to softcap tanh(scale / softcap scores).
+  void cap(const Strip& strip) {
+    const C cap = (C)problem_.softcap, per_cap = (C)(problem_.scale / problem_.softcap);
+    for (int key = strip.begin; key < strip.end; ++key)
+      for (int v = strip.first; v < strip.last; ++v) {
+        const int64_t at = key * kQueries + v * n;
+        const Vec<C> t = tanh(load(scores + at) * per_cap);
+        store(scores + at, t * cap);
+        if (derivative_) store(slopes + at, 1 - t * t);
+      }
   }
 };
 

@@ -42,6 +42,15 @@ std::vector<std::string> levels() {
   return names;
 }
 
+bool is_amd() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
 void use_level(const std::string& name) {
   for (const Kernels* table : usable()) {
     if (name == table->name) {

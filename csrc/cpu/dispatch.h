@@ -14,6 +14,9 @@ const Kernels& kernels();
 // Names of the levels that this CPU can run, slowest first.
 std::vector<std::string> levels();
 
+// Whether the CPU is AMD's, for which MKL has no code for AVX-512.
+bool is_amd();
+
 // Takes the kernels of the level called `name`, one of levels(). Not meant to run beside a call of a kernel.
 void use_level(const std::string& name);
 

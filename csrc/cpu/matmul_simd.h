@@ -122,7 +122,7 @@ template <int R, int V, bool rows_adjacent, bool add, typename E>
 inline void multiply_columns(Matrix<E> a, const E* b, int64_t b_stride, Sum<E>* c, int64_t c_stride, int64_t rows,
                              int64_t columns, int64_t k, Ahead& ahead) {
   int64_t r = 0;
-  for (; r + R <= rows; r += R)
+  for (; r + R <= rows && !((R == 5 || R == 6) && rows - r == 8); r += R)  // 8 as 4 + 4: 2 leave the multipliers idle
     for (int64_t col = 0; col < columns; col += V * kLanes<Sum<E>>) {
       ahead.fetch();
       multiply_tile<R, V, rows_adjacent, add>(a.data + r * a.row, rows_adjacent ? a.column : a.row, b + col, b_stride,

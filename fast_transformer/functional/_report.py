@@ -1,5 +1,7 @@
 """`backends()`: which paths are active."""
 
+import math
+
 import torch
 
 from .. import ops
@@ -22,8 +24,11 @@ def backends() -> None:
         print(f"  cpu        {kernels}")
         print(f"  triton     {triton}" if op.startswith("attention") else f"  cuda       {cuda}")
         print(f"  reference  {fallback}")
-    few, work = FEW_ROWS, f"{ONEDNN_WORK / 1e6:.1f}"
+    few = ", ".join(f"{'any' if rows == math.inf else rows} of {dtype}" for dtype, rows in FEW_ROWS.items())
+    large = "by request only: F.linear is faster on this CPU"
+    if ONEDNN_WORK < math.inf:
+        large = f"{kernels} of float32, from {ONEDNN_WORK / 1e6:.1f} million products on"
     print("linear")
-    print(f"  cpu        {kernels}, up to {few[torch.float32]} rows ({few[torch.bfloat16]} of bfloat16) without gradients")
-    print(f"  onednn     {kernels} of float32, from {work} million products on")
+    print(f"  cpu        {kernels} without gradients, of few rows: {few.replace('torch.', '')}")
+    print(f"  onednn     {large}")
     print("  reference  for everything else: F.linear")

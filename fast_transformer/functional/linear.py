@@ -1,5 +1,7 @@
 """Linear layer and activation, by the fastest of three paths."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -7,10 +9,18 @@ from .. import ops, reference
 from ._backends import check_backend, use, why_not_cpu
 from ._checks import check_activation, check_tensor, plain
 
-ONEDNN_WORK = 2**22  # products from which `linear` takes oneDNN; see _large
-# The number of rows up to which `linear` takes its own kernel. With more, oneDNN overtakes it in float32 and bfloat16, MKL in
-# float64.
-FEW_ROWS = {torch.float32: 64, torch.bfloat16: 32, torch.float16: 64, torch.float64: 64}
+_cpu = ops.build_info() or {"cpu_levels": [], "cpu_is_amd": False}
+# The number of rows up to which `linear` takes its own kernel, as measured with AVX-512 and with AVX2. With more, F.linear or
+# oneDNN overtakes it; but for AVX2 F.linear has no fast product of half precision at all.
+if "avx512" in _cpu["cpu_levels"]:
+    FEW_ROWS = {torch.float32: 64, torch.bfloat16: 32, torch.float16: 64, torch.float64: 64}
+elif "avx2" in _cpu["cpu_levels"]:
+    FEW_ROWS = {torch.float32: 12, torch.bfloat16: math.inf, torch.float16: math.inf, torch.float64: 4}
+else:
+    FEW_ROWS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 4, torch.float64: 4}
+# Products from which `linear` takes oneDNN. MKL, which is behind F.linear, is half as fast where it leaves AVX-512 unused, and
+# faster elsewhere.
+ONEDNN_WORK = 2**22 if _cpu["cpu_is_amd"] and "avx512" in _cpu["cpu_levels"] else math.inf
 
 
 def linear(
@@ -20,9 +30,9 @@ def linear(
 
     "cpu" is for few rows without gradients, as in decoding: a kernel bound by reading weight, which lies as it is: nothing is
     packed, so nothing goes stale. A row's result has the same bits beside any other rows. "onednn" has torch's oneDNN do large
-    float32 products on CPU and those of their gradients, where F.linear takes MKL, at half the speed on AMD's processors.
-    F.linear ("reference") takes everything else: half precision, other devices, autocast, torch.func transforms, tensor
-    subclasses. It is not slower there.
+    float32 products and those of their gradients on AMD's processors with AVX-512, where F.linear, which takes MKL, has half
+    the speed. F.linear ("reference") takes everything else: other CPUs and devices, half precision, autocast, torch.func
+    transforms, tensor subclasses. It is not slower there.
 
     Args:
         x: (..., K).
@@ -88,8 +98,8 @@ def _why_not_linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> str |
 
 def _large(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN's speed outweighs its 10 microseconds of preparation."""
-    if torch.compiler.is_compiling():
-        return weight.numel() >= 2**16  # a condition on the rows would tie the graph to their number
+    if torch.compiler.is_compiling():  # a condition on the rows would tie the graph to their number
+        return weight.numel() * 2**6 >= ONEDNN_WORK
     return x.numel() * weight.shape[0] >= ONEDNN_WORK
 
 
