@@ -154,7 +154,10 @@ void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int6
     backward.grad_value = {grad_value.data(), S * Dv, S * Dv, Dv};
     backward.grad_query_parts = chunks > 1 ? parts.data() : nullptr;
     const int64_t head = bias_heads == 1 ? 0 : rows * S * (dense ? 1 : 2);
-    if (options & 2) backward.grad_bias = {grad_bias.data(), 0, head, dense ? 0 : rows * S, S != 1, rows != 1 ? S : 0};
+    if (options & 2)
+      backward.grad_bias = {grad_bias.data(),        dense ? type : DType::f64, 0,      head,
+                            dense ? 0 : rows * S,    rows != 1 ? S : 0,         S != 1, false,
+                            dense && bias_heads == 1};
     backward.batch_tasks = backward.head_tasks = 1;
     backward.chunks = chunks;
     kernels.attention_backward[dtype](backward, 0, chunks);
