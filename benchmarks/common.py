@@ -101,8 +101,9 @@ def write_csv(name: str, rows: list[dict[str, object]], device: str = "cpu") -> 
 
     What a CPU without AVX-512 gives goes to a folder of its level, as results/avx2/<name>.csv.
     """
-    folder, level = RESULTS, ops.build_info()["cpu_level"]
+    folder = RESULTS
     if device == "cpu":
+        level = ops.build_info()["cpu_level"]
         where = {"cpu": cpu_name(), "level": level, "threads": torch.get_num_threads()}
         if level in ("generic", "avx2"):
             folder = RESULTS / level
