@@ -1,6 +1,7 @@
 """linear: every instruction set against float64 and plain PyTorch, and when F.linear takes the call."""
 
 import functools
+import math
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from common import PLAIN, assert_accurate, need_extension, randn
 
 from fast_transformer import functional, ops, reference
+from fast_transformer.functional.linear import FEW_ROWS
 
 pytestmark = need_extension
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -112,6 +114,15 @@ def test_the_kernel_takes_few_rows_without_gradients(calls):
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_takes_as_many_rows_as_are_faster(dtype, calls):
+    most, weight = FEW_ROWS[dtype], torch.randn(8, 16).to(dtype)
+    functional.linear(torch.randn(min(most, 1000), 16).to(dtype), weight)
+    assert len(calls) == 1
+    functional.linear(torch.randn(min(most, 1000) + 1, 16).to(dtype), weight)
+    assert len(calls) == (2 if most == math.inf else 1)
+
+
 def test_gradients_flow():
     inputs = [torch.randn(s, requires_grad=True) for s in ((2, 3, 16), (8, 16), (8,))]
     want = F.gelu(F.linear(*inputs))
@@ -174,9 +185,8 @@ def test_onednn_any_strides():
 def test_onednn_takes_large_products_of_float32(monkeypatch):
     seen, kernel = [], ops.linear_onednn
     monkeypatch.setattr(ops, "linear_onednn", lambda *args: seen.append(args) or kernel(*args))
-    monkeypatch.setattr(
-        sys.modules[functional.linear.__module__], "ONEDNN_WORK", 2**22
-    )  # as on the CPUs where it is the faster
+    # As on the CPUs where it is the faster.
+    monkeypatch.setattr(sys.modules[functional.linear.__module__], "ONEDNN_WORK", 2**22)
     weight = torch.nn.Parameter(torch.randn(256, 256))
     large = 2**22 // 256**2
     functional.linear(torch.randn(large - 1, 256), weight)

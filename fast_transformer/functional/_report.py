@@ -25,10 +25,8 @@ def backends() -> None:
         print(f"  triton     {triton}" if op.startswith("attention") else f"  cuda       {cuda}")
         print(f"  reference  {fallback}")
     few = ", ".join(f"{'any' if rows == math.inf else rows} of {dtype}" for dtype, rows in FEW_ROWS.items())
-    large = "by request only: F.linear is faster on this CPU"
-    if ONEDNN_WORK < math.inf:
-        large = f"{kernels} of float32, from {ONEDNN_WORK / 1e6:.1f} million products on"
+    large = f"from {ONEDNN_WORK / 1e6:.1f} million products on" if ONEDNN_WORK < math.inf else "by request only on this CPU"
     print("linear")
     print(f"  cpu        {kernels} without gradients, of few rows: {few.replace('torch.', '')}")
-    print(f"  onednn     {large}")
+    print(f"  onednn     {kernels} of float32, {large}")
     print("  reference  for everything else: F.linear")

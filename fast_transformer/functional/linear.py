@@ -19,7 +19,7 @@ elif "avx2" in _cpu["cpu_levels"]:
 else:
     FEW_ROWS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 4, torch.float64: 4}
 # Products from which `linear` takes oneDNN. MKL, which is behind F.linear, is half as fast where it leaves AVX-512 unused, and
-# faster elsewhere.
+# faster with AVX2. Other processors keep it unmeasured.
 ONEDNN_WORK = 2**22 if _cpu["cpu_is_amd"] and "avx512" in _cpu["cpu_levels"] else math.inf
 
 
@@ -28,11 +28,11 @@ def linear(
 ) -> Tensor:
     """activation(x · weightᵀ + bias), by the fastest of three.
 
-    "cpu" is for few rows without gradients, as in decoding: a kernel bound by reading weight, which lies as it is: nothing is
-    packed, so nothing goes stale. A row's result has the same bits beside any other rows. "onednn" has torch's oneDNN do large
-    float32 products and those of their gradients on AMD's processors with AVX-512, where F.linear, which takes MKL, has half
-    the speed. F.linear ("reference") takes everything else: other CPUs and devices, half precision, autocast, torch.func
-    transforms, tensor subclasses. It is not slower there.
+    "cpu" is for few rows without gradients, as in decoding, and with AVX2 for any number in half precision: a kernel bound by
+    reading weight, which lies as it is: nothing is packed, so nothing goes stale. A row's result has the same bits beside any
+    other rows. "onednn" has torch's oneDNN do large float32 products and those of their gradients on AMD's processors with
+    AVX-512, where F.linear, which takes MKL, has half the speed. F.linear ("reference") takes everything else: more rows, other
+    devices, autocast, torch.func transforms, tensor subclasses.
 
     Args:
         x: (..., K).
