@@ -21,11 +21,12 @@ from common import interleave, write_csv
 from fast_transformer import functional
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TINY = (1, 4, 8, 16)  # what a call costs
 SHORT, LONG = [(32, 8, 64, 64), (8, 8, 128, 64)], [(8, 8, 512, 64), (1, 8, 2048, 64)]  # B, H, L, D
 WORK = {
-    "forward": [*SHORT, (4, 8, 512, 64), (1, 8, 4096, 64)],
+    "forward": [TINY, *SHORT, (4, 8, 512, 64), (1, 8, 4096, 64)],
     "causal forward": [(8, 8, 128, 64), (4, 8, 512, 64), (1, 8, 4096, 64)],
-    "forward+backward": SHORT + LONG,
+    "forward+backward": [TINY, *SHORT, *LONG],
     "forward+backward, dropout 0.1": SHORT + LONG,
     "forward+backward, learned bias": SHORT + LONG,
     "forward, half padded": [(8, 8, 512, 64)],

@@ -15,7 +15,8 @@ from common import interleave, write_csv
 import fast_transformer
 
 LIBRARIES = {"fast_transformer": fast_transformer, "torch": torch.nn}
-SHAPES = [(2, 16, 64, 4, 128), (8, 128, 256, 8, 1024), (32, 64, 512, 8, 2048), (8, 512, 512, 8, 2048)]  # B, L, E, H, FF
+# B, L, E, H, FF
+SHAPES = [(1, 8, 64, 4, 128), (2, 16, 64, 4, 128), (8, 128, 256, 8, 1024), (32, 64, 512, 8, 2048), (8, 512, 512, 8, 2048)]
 MODULES = {
     "TransformerEncoderLayer": lambda lib, shape, p: lib.TransformerEncoderLayer(*shape[2:], dropout=p, batch_first=True),
     "MultiheadAttention with weights": lambda lib, shape, p: lib.MultiheadAttention(*shape[2:4], dropout=p, batch_first=True),

@@ -1,10 +1,15 @@
-// The ops' schemas, and the Python module that states facts about the build.
+// The ops' schemas, and the Python module: direct calls of the ops, facts about the build, a quick look at arguments.
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
 #include <array>
 
+#include "blocks.h"
 #include "cpu/dispatch.h"
 #include "philox.h"
 #include "signatures.h"
@@ -69,6 +74,24 @@ std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<u
   return counter;
 }
 
+// Whether the CPU kernels take these tensors (from the second on, or None) without a closer look: dense tensors of one dtype,
+// no subclass but torch.nn.Parameter; and nothing is about that casts them or has to follow plain PyTorch operations.
+bool ready(const pybind11::args& arguments) {
+  if (at::autocast::is_autocast_enabled(at::kCPU) || torch::jit::tracer::isTracing() ||
+      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode))
+    return false;
+  std::optional<at::ScalarType> dtype;
+  for (const pybind11::handle argument : arguments) {
+    if (argument.is_none() && dtype) continue;
+    if (!THPVariable_CheckExact(argument.ptr())) return false;
+    const at::Tensor& x = THPVariable_Unpack(argument.ptr());
+    if (!x.is_cpu() || x.layout() != at::kStrided || x.is_nested() || x._fw_grad(0).defined()) return false;
+    if (!dtype) dtype = x.scalar_type();
+    if (x.scalar_type() != dtype) return false;
+  }
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
+}
+
 // A Python function that calls an op through the dispatcher as torch.ops does, less the microseconds that torch.ops spends on
 // matching Python objects with the schema.
 template <typename Result, typename... Args>
@@ -81,12 +104,16 @@ void expose(pybind11::module& m, const char* name, c10::TypedOperatorHandle<Resu
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", build_info, "Versions and instruction sets this module was built for, and those in use.");
   m.def("use_level", ft::use_level, pybind11::arg("name"), "Run the CPU kernels of one of build_info()['cpu_levels'].");
+  m.def("ready", ready, "Whether the CPU kernels take these tensors without a closer look.");
   expose(m, "attention", ft::find_op<ft::AttentionOp>("fast_transformer::attention"));
   expose(m, "additive_scores", ft::find_op<ft::AdditiveScoresOp>("fast_transformer::additive_scores"));
   expose(m, "activation_dropout", ft::find_op<ft::ActivationDropoutOp>("fast_transformer::activation_dropout"));
   expose(m, "dropout_add_layer_norm", ft::find_op<ft::DropoutAddLayerNormOp>("fast_transformer::dropout_add_layer_norm"));
   expose(m, "linear", ft::find_op<ft::LinearOp>("fast_transformer::linear"));
   expose(m, "linear_onednn", ft::find_op<ft::LinearOp>("fast_transformer::linear_onednn"));
+  m.def("self_attention", ft::self_attention, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("feed_forward", ft::feed_forward, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("encoder_layer", ft::encoder_layer, pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("philox4x32", philox4x32, pybind11::arg("counter"), pybind11::arg("key"), pybind11::arg("rounds") = ft::kPhiloxRounds,
         "The four random words of a counter, as the kernels draw them.");
 }

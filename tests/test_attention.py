@@ -299,7 +299,11 @@ def runs():
             continue
         if backend.interpreted and (name[-1] == ")") != (returns == "output"):
             continue
+        if backend.interpreted and case.B > 8:  # for the groups of the CPU kernel; the interpreter takes batches one by one
+            continue
         for dtype in backend.dtypes[:3] if name[-1] == ")" else backend.dtypes:
+            if backend.interpreted and (returns, dtype) == ("mean-lse", f16):
+                continue
             yield pytest.param(backend, case, returns, dtype, id=f"{backend}-{name}-{returns}-{str(dtype)[6:]}")
 
 
@@ -377,8 +381,7 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("returns, dropout_p", [("output", 0.0), ("output", 0.3), ("mean-lse", 0.3), ("per_head-lse", 0.0)])
 @pytest.mark.parametrize("hidden", HIDDEN)
 @every_backend
 def test_a_query_that_sees_nothing_gives_exact_zeros(backend, hidden, returns, dropout_p):
@@ -460,7 +463,7 @@ def test_any_combination_on_every_instruction_set(level, dtype, call, one_stream
 
 @pytest.mark.parametrize("dtype", BACKENDS[-1].dtypes, ids=str)
 @given(call=any_call(lengths=[1, 2, 17, 33, 64, 65]))
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_combination_in_triton(dtype, call, one_stream):
     check_any_combination(BACKENDS[-1], dtype, call)
 

@@ -119,7 +119,7 @@ def test_config_takes_changes():
 
 def test_learns_where_the_bright_patch_is():
     model = VisionTransformer(4, channels=1, **(SIZES | {"d_model": 32, "d_ff": 64, "image_size": 2 * P}))
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)  # with 5e-3 the loss may still jump at the end
     for _ in range(200):
         labels = torch.randint(0, 4, (32,))
         bright = F.one_hot(labels, 4).view(32, 1, 2, 2).float()

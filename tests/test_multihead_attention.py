@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from common import need_extension
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.utils import parametrize
 from twins import (
@@ -26,7 +27,7 @@ from twins import (
 )
 
 import fast_transformer as ft
-from fast_transformer import functional
+from fast_transformer import functional, ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -308,6 +309,7 @@ def test_error(error, text, function):
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_projections_are_taken_apart_without_a_copy(inputs, layout, monkeypatch):
     """One matrix product for each distinct input; what attention gets are views of its result."""
+    monkeypatch.setattr(functional, "ready", lambda *_: False)  # small self-attention would be one call
     m = ft.MultiheadAttention(E, H, batch_first=layout == "batch_first")
     seen = {}
 
@@ -324,6 +326,44 @@ def test_projections_are_taken_apart_without_a_copy(inputs, layout, monkeypatch)
     assert [storages.index(s) for s in storages] == list(pick)
     n, s = (1 if layout == "unbatched" else N), (L if inputs == "self" else S)
     assert seen["shapes"] == [(n, H, L, 4), (n, H, s, 4), (n, H, s, 4)]
+
+
+@need_extension
+@pytest.mark.parametrize("masks", ["none", "bool", "float", "causal"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize(
+    "weights", [{"need_weights": False}, {}, {"average_attn_weights": False}], ids=["", "mean", "per_head"]
+)
+def test_small_self_attention_is_one_call(weights, bias, dropout, masks, monkeypatch):
+    """Of the very ops that it would call one by one: the same bits, gradients and masks of dropout."""
+    m = randomise(ft.MultiheadAttention(E, H, dropout=dropout, bias=bias, batch_first=True))
+    arguments = {
+        "none": {},
+        "bool": {"attn_mask": causal(L), "key_padding_mask": padding([L, 2, 1], L)},
+        "float": {"attn_mask": additive(causal(L)).float(), "key_padding_mask": padding([L, 2, 1], L)},
+        "causal": {"is_causal": True},
+    }[masks]
+    calls, original, results = [], ops.self_attention, []
+    monkeypatch.setattr(ops, "self_attention", lambda *a: (calls.append(1), original(*a))[1])
+    x = torch.randn(N, L, E)
+    for _ in range(2):
+        m.zero_grad()
+        torch.manual_seed(3)
+        x = x.detach().requires_grad_()
+        out = m(x, x, x, **arguments, **weights)
+        results.append([*backward(out), x.grad, *(p.grad for p in m.parameters())])
+        monkeypatch.setattr(functional, "ready", lambda *_: False)
+    assert calls == [1]
+    assert all(map(torch.equal, *results)) and len(results[0]) == len(results[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("name, shape", [("attn_mask", (L, L)), ("key_padding_mask", (N, L))])
+def test_masks_on_another_device_are_refused(name, shape, dtype):
+    m, x = ft.MultiheadAttention(E, H, batch_first=True), torch.randn(N, L, E)
+    with pytest.raises(ValueError, match="must be on cpu"):
+        m(x, x, x, **{name: torch.zeros(shape, dtype=dtype, device="meta")})
 
 
 @pytest.mark.parametrize("view", ["transposed", "sliced", "expanded_batch", "expanded_length", "expanded_width"])

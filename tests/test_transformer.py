@@ -30,7 +30,7 @@ from twins import (
 )
 
 import fast_transformer as ft
-from fast_transformer import functional
+from fast_transformer import functional, ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -323,6 +323,7 @@ def count_calls(monkeypatch, name):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("kind, fused", [("encoder", 2), ("decoder", 3)])
 def test_plain_layers_are_fused(kind, fused, dropout, norm_first, monkeypatch):
+    monkeypatch.setattr(functional, "ready", lambda *_: False)  # a small layer would be one call
     names = ("dropout_add_layer_norm", "activation_dropout", "dropout")
     norms, activations, dropouts = (count_calls(monkeypatch, name) for name in names)
     layer, xs = make(kind, dropout=dropout, norm_first=norm_first), make_inputs(kind)
@@ -332,6 +333,83 @@ def test_plain_layers_are_fused(kind, fused, dropout, norm_first, monkeypatch):
     assert (len(norms), len(activations), len(dropouts)) == expected
     hooked(layer)(*xs)
     assert len(norms) == expected[0]  # watched modules are called, not fused
+
+
+def spy_on_one_call(monkeypatch):
+    calls, original = [], ops.encoder_layer
+    monkeypatch.setattr(ops, "encoder_layer", lambda *arguments: (calls.append(1), original(*arguments))[1])
+    return calls
+
+
+@need_extension
+@pytest.mark.parametrize("masks", ["none", "bool", "float", "3d", "causal"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("activation", ["relu", "gelu", nn.GELU("tanh"), F.silu], ids=lambda a: getattr(a, "__name__", str(a)))
+@pytest.mark.parametrize("dtype", [f64, torch.float32, torch.bfloat16], ids=str)
+@norm_order
+def test_a_small_encoder_layer_is_one_call(norm_first, dtype, activation, dropout, masks, monkeypatch):
+    """Of the very ops that it would call one by one: the same bits, gradients and masks of dropout."""
+    layer = make("encoder", norm_first=norm_first, activation=activation, dropout=dropout, bias=masks != "bool").to(dtype)
+    if norm_first:
+        layer.norm1 = ft.FusedLayerNorm(E, dtype=dtype)  # the chain takes it for torch.nn.LayerNorm too
+    arguments = {"is_causal": True} if masks == "causal" else make_masks("encoder", masks)
+    arguments = {k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+    calls, results = spy_on_one_call(monkeypatch), []
+    (x,) = make_inputs("encoder")
+    for _ in range(2):
+        layer.zero_grad()
+        torch.manual_seed(3)
+        x = x.detach().to(dtype).requires_grad_()
+        out = layer(x, **arguments)
+        backward(out)
+        with torch.no_grad():
+            evaluated = copy.deepcopy(layer).eval()(x, **arguments)
+        results.append([out, evaluated, x.grad, *(p.grad for p in layer.parameters())])
+        monkeypatch.setattr(functional, "ready", lambda *_: False)
+    assert calls == [1, 1]
+    assert all(map(torch.equal, *results))
+
+
+UNUSUAL = {
+    "a hook": lambda layer: layer.linear2.register_forward_hook(lambda *_: None),
+    "a hook on the projection": lambda layer: layer.self_attn.out_proj.register_forward_pre_hook(lambda *_: None),
+    "a window": lambda layer: setattr(layer.self_attn, "window", (1, 0)),
+    "a softcap": lambda layer: setattr(layer.self_attn, "softcap", 2.0),
+    "rotary positions": lambda layer: setattr(layer.self_attn, "rotary", ft.RotaryPositions(E // H)),
+    "a norm in another dtype": lambda layer: setattr(layer, "norm2", ft.FusedLayerNorm(E)),
+    "a norm over more": lambda layer: setattr(layer, "norm1", nn.LayerNorm((L, E), dtype=f64)),
+    "a linear layer for a norm": lambda layer: setattr(layer, "norm1", nn.Linear(E, E, dtype=f64)),
+    "an activation of one's own": lambda layer: setattr(layer, "activation", torch.tanh),
+    "a block of one's own": lambda layer: setattr(layer, "_ff_block", torch.tanh),
+    "a subclass": lambda layer: setattr(layer, "linear1", type("Mine", (nn.Linear,), {})(E, FF, dtype=f64)),
+    "all dropped": lambda layer: setattr(layer.dropout2, "p", 1.0),
+    "batch in the second place": lambda layer: setattr(layer.self_attn, "batch_first", False),
+}
+
+
+@need_extension
+@pytest.mark.parametrize("change", UNUSUAL.values(), ids=UNUSUAL)
+def test_an_unusual_layer_is_more_than_one_call(change, monkeypatch):
+    layer, (x,) = make("encoder"), make_inputs("encoder")
+    calls = spy_on_one_call(monkeypatch)
+    layer(x)
+    assert calls == [1]
+    change(layer)
+    out = layer(x)
+    assert calls == [1]
+    torch.testing.assert_close(out, hooked(layer)(x), **CLOSE)
+
+
+@need_extension
+def test_a_parameter_that_is_no_parameter_is_used():
+    layer, (x,) = make("encoder"), make_inputs("encoder")
+    expected = layer(x)
+    for module in (layer.linear1, layer.norm2, layer.self_attn.out_proj):
+        for name in ("weight", "bias"):
+            tensor = getattr(module, name).detach()
+            delattr(module, name)
+            setattr(module, name, tensor)
+    torch.testing.assert_close(layer(x), expected, **CLOSE)
 
 
 @norm_order

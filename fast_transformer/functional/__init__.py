@@ -3,6 +3,7 @@
 `backend="..."` forces a path and raises the reason why it cannot take the call. `backends()` prints what is active.
 """
 
+from ._backends import ready
 from ._checks import check_probability, check_tensor
 from ._report import backends
 from .activation_dropout import activation_dropout, dropout
@@ -23,4 +24,5 @@ __all__ = [
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
     "linear",
+    "ready",
 ]

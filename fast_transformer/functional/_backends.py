@@ -17,6 +17,15 @@ _TRITON_DTYPES = KERNEL_DTYPES[:3]
 _gpu_reasons: dict[int, str | None] = {}  # by the GPU's index, for _why_not_gpu
 
 
+def ready(*tensors: Tensor | None) -> bool:
+    """Whether the CPU kernels take these without a closer look, as almost always: dense tensors of one dtype, no subclasses.
+
+    The first is one; others may be None. Nor is anything about that casts them or has to see plain PyTorch operations, as
+    autocast, a tracer or a transform. Takes half a microsecond.
+    """
+    return ops.missing is None and not torch.compiler.is_compiling() and ops.ready(*tensors)
+
+
 def use(name: str, backend: str | None, reason: str | None) -> bool:
     """Whether the path `name` takes this call; raises if the caller insisted on it and it cannot."""
     if backend == name and reason is not None:
@@ -31,11 +40,15 @@ def check_backend(backend: str | None, *known: str) -> None:
 
 def kernel_takes(backend: str | None, *tensors: Tensor | None) -> bool:
     """Whether the compiled op, on its CPU or CUDA kernels, takes this call; else the reference does."""
+    if backend is None and ready(*tensors):
+        return True
     check_backend(backend, "cpu", "cuda", "reference")
     return use("cpu", backend, why_not_cpu(*tensors)) or use("cuda", backend, _why_not_cuda(*tensors))
 
 
 def why_not_cpu(x: Tensor, *others: Tensor | None) -> str | None:
+    if ready(x, *others):
+        return None
     if ops.missing is not None:
         return ops.missing
     if x.device.type != "cpu":

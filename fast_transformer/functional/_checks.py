@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import reference
-from ._backends import KERNEL_DTYPES
+from ._backends import KERNEL_DTYPES, ready
 
 
 def check_tensor(name: str, x: object, *, like: Tensor | None = None, nested: bool = False) -> None:
@@ -29,7 +29,9 @@ def _check_dense(name: str, x: Tensor) -> None:
 
 
 def plain(*tensors: Tensor | None) -> bool:
-    """Whether these are dense tensors of one floating-point dtype on one device, or None: in a microsecond on the CPU."""
+    """Whether these are dense tensors of one floating-point dtype on one device, or None."""
+    if ready(*tensors):
+        return True
     first = tensors[0]
     dtype = first.dtype if type(first) is Tensor else None
     if dtype not in KERNEL_DTYPES:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import ops, reference
 from . import _random
-from ._backends import check_backend, use, why_not_cpu, why_not_triton
+from ._backends import check_backend, ready, use, why_not_cpu, why_not_triton
 from ._checks import check_broadcast, check_flag, check_mask, check_number, check_probability, check_tensor, plain
 
 _MAX_LENGTH = 2**62  # positions and their differences fit into 64 bits
@@ -59,8 +59,12 @@ def attention(
     Raises:
         ValueError, TypeError: an argument does not fit; the text names it. RuntimeError: `backend` cannot take the call.
     """
-    query, key, value = _autocast(query, key, value)
-    _check_attention(query, key, value, mask, bias, causal, query_offset, window, return_weights)
+    quick = ready(query, key, value)
+    if not quick:
+        query, key, value = _autocast(query, key, value)
+    if not _fit(query, key, value, quick):
+        _check_query_key_value(query, key, value)
+    _check_options(query, key, mask, bias, causal, query_offset, window, return_weights)
     if scale is None:
         scale = query.shape[3] ** -0.5
     else:
@@ -68,7 +72,7 @@ def attention(
     softcap = check_softcap(softcap)
     dropout_p = check_probability("dropout_p", dropout_p)
     check_backend(backend, "cpu", "triton", "reference")
-    if use("cpu", backend, why_not_cpu(query, key, value, bias)):
+    if use("cpu", backend, None if quick and bias is None else why_not_cpu(query, key, value, bias)):
         op = ops.attention
     elif (query.is_cuda or backend == "triton") and use("triton", backend, _why_not_triton_attention(query, value, key, bias)):
         op = ops.attention_triton
@@ -92,9 +96,7 @@ def attention(
     )
 
 
-def _check_attention(query, key, value, mask, bias, causal, query_offset, window, return_weights) -> None:
-    if not _fit(query, key, value):
-        _check_query_key_value(query, key, value)
+def _check_options(query, key, mask, bias, causal, query_offset, window, return_weights) -> None:
     if mask is not None or bias is not None:
         scores = (*query.shape[:3], key.shape[2])
     if mask is not None:
@@ -113,9 +115,9 @@ def _check_attention(query, key, value, mask, bias, causal, query_offset, window
         raise ValueError(f'return_weights must be None, "mean" or "per_head", got {return_weights!r}')
 
 
-def _fit(query, key, value) -> bool:
+def _fit(query, key, value, quick) -> bool:
     """Whether these three are right and what they usually are."""
-    if key is None or value is None or not plain(query, key, value):
+    if key is None or value is None or not (quick or plain(query, key, value)):
         return False
     q, k, v = query.shape, key.shape, value.shape
     if not len(q) == len(k) == len(v) == 4:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops, reference
-from ._backends import check_backend, use, why_not_cpu
+from ._backends import check_backend, ready, use, why_not_cpu
 from ._checks import check_activation, check_tensor, plain
 
 _cpu = ops.build_info() or {"cpu_levels": [], "cpu_is_amd": False}
@@ -113,6 +113,8 @@ def _why_not_linear_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> st
 
 def _why_not_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """What both kernels of linear leave to F.linear."""
+    if ready(x, weight, bias):
+        return None
     if torch.is_autocast_enabled("cpu"):
         return "autocast is active, whose casts are those of F.linear"
     if (reason := why_not_cpu(x, weight, bias)) is not None:

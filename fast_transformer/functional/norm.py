@@ -98,7 +98,8 @@ def _rows_fit(x, residual, weight, bias) -> bool:
     shape = x.shape
     if not shape or shape[-1] == 0 or (residual is not None and residual.shape != shape):
         return False
-    return all(v is None or v.shape == shape[-1:] for v in (weight, bias))
+    vector = shape[-1:]
+    return (weight is None or weight.shape == vector) and (bias is None or bias.shape == vector)
 
 
 def _check_rows(x, residual, weight, bias, residual_in_fp32) -> tuple[Tensor, Tensor | None]:

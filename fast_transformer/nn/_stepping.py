@@ -8,25 +8,23 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import functional
-from ._fusion import fused_activation, fused_dropout, plain
+from ._fusion import LINEAR, NORM, fused_activation, fused_dropout, plain
 from .cache import DecoderLayerCache, KeyValueCache
 from .multihead_attention import MultiheadAttention
-from .norm import FusedLayerNorm
 from .transformer import TransformerDecoder, TransformerDecoderLayer, TransformerEncoder, TransformerEncoderLayer
 
 
 def stack_step(stack: torch.nn.Module) -> "StackStep | None":
     """What does one step of this stack, a twin; None if its modules have to be called. What is hooked later goes unnoticed."""
-    if not plain(stack, TransformerEncoder, TransformerDecoder) or not all(map(_simple_layer, stack.layers)):
+    if not plain(stack, (TransformerEncoder, TransformerDecoder)) or not all(map(_simple_layer, stack.layers)):
         return None
     return StackStep(stack)
 
 
 def _simple_layer(layer: torch.nn.Module) -> bool:
-    if not plain(layer, TransformerEncoderLayer, TransformerDecoderLayer) or fused_activation(layer.activation) is None:
+    if not plain(layer, (TransformerEncoderLayer, TransformerDecoderLayer)) or fused_activation(layer.activation) is None:
         return False
     if any(name in layer.__dict__ for name in ("_sa_block", "_mha_block", "_ff_block")):
         return False
@@ -35,18 +33,18 @@ def _simple_layer(layer: torch.nn.Module) -> bool:
             if not _simple_attention(module):
                 return False
         elif name.startswith("norm"):
-            if not plain(module, FusedLayerNorm, torch.nn.LayerNorm):
+            if not plain(module, NORM):
                 return False
         elif name.startswith("dropout"):
             if fused_dropout(module) != 0.0:
                 return False
-        elif name.startswith("linear") and not plain(module, torch.nn.Linear):
+        elif name.startswith("linear") and not plain(module, LINEAR):
             return False
     return True
 
 
 def _simple_attention(m: torch.nn.Module) -> bool:
-    if not plain(m, MultiheadAttention) or not plain(m.out_proj, NonDynamicallyQuantizableLinear, torch.nn.Linear):
+    if not plain(m, (MultiheadAttention,)) or not plain(m.out_proj, LINEAR):
         return False
     if m.in_proj_weight is None or m._appended_keys or m.window is not None or (m.training and m.dropout):
         return False

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import functional
+from .. import functional, ops
 from ..masks import causal_mask
-from ._fusion import linear, project
+from ._fusion import LINEAR, drop, linear, plain, project, small, weight_and_bias
 from ._nested import nest_like, pad_nested
 from ._scripted import scriptable
 from .cache import KeyValueCache
@@ -142,6 +142,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             ValueError, TypeError: a shape or a mask does not fit; the text names it.
             RuntimeError: a cache where gradients are recorded.
         """
+        return_weights = ("mean" if average_attn_weights else "per_head") if need_weights else None
+        if query is key is value and cache is None and position_bias is None:
+            arguments = self.one_call(query, attn_mask, key_padding_mask, is_causal)
+            if arguments is not None:
+                out, weights = ops.self_attention(query, arguments, return_weights)
+                return out, weights if need_weights else None
         functional.check_tensor("query", query, nested=True)
         if not (query is key is value):
             functional.check_tensor("key", key, nested=True)
@@ -182,7 +188,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             window=self.window,
             softcap=self.softcap,
             dropout_p=self.dropout if self.training else 0.0,
-            return_weights=("mean" if average_attn_weights else "per_head") if need_weights else None,
+            return_weights=return_weights,
         )
         out, weights = out if need_weights else (out, None)
         if beams > 1:
@@ -195,6 +201,31 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             out = out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)  # (N, L, H, D) or (L, N, H, D)
         out = linear(self.out_proj, out.flatten(-2))
         return (out if nested is None else nest_like(out, nested)), weights
+
+    def one_call(
+        self, x: object, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
+    ) -> tuple[object, ...] | None:
+        """The arguments with which ops.self_attention does for x what forward does, where that pays; else None.
+
+        It pays in a small model, and can do what is called most: x (N, L, E), nothing appended, watched or replaced.
+        """
+        weight, bias, out_proj = self.in_proj_weight, self.in_proj_bias, self.out_proj
+        if weight is None or not self.batch_first or self._appended_keys or not plain(out_proj, LINEAR):
+            return None
+        if self.rotary is not None or self.window is not None or self.softcap is not None:
+            return None
+        parameters = (weight, bias, *weight_and_bias(out_proj))
+        if not small(x, *parameters) or x.dim() != 3 or x.shape[2] != self.embed_dim:
+            return None
+        mask = summand = None
+        if attn_mask is not None or key_padding_mask is not None:
+            scores = (len(x), self.num_heads, x.shape[1], x.shape[1])
+            masks = (attn_mask, key_padding_mask, None, is_causal)
+            mask, summand = self._translate_masks(scores, *masks, batched=True, device=x.device)
+            if not (mask is None or mask.is_cpu) or not (summand is None or summand.is_cpu):
+                return None
+        causal = bool(is_causal) and attn_mask is None
+        return *parameters, self.num_heads, mask, summand, causal, *drop(self.dropout if self.training else 0.0, x)
 
     def _check_inputs(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> None:
         inputs = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))

@@ -15,9 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import LayerNorm, Module
 
-from .. import functional
+from .. import functional, ops
 from ..masks import causal_mask
-from ._fusion import add, add_norm, fused_activation, fused_dropout, linear
+from ._fusion import (
+    LINEAR,
+    NORM,
+    add,
+    add_norm,
+    drop,
+    feed_forward,
+    fused_activation,
+    fused_dropout,
+    linear,
+    plain,
+    small,
+    weight_and_bias,
+)
 from ._nested import nest_like, pad_nested
 from ._scripted import scriptable
 from .cache import DecoderLayerCache, KeyValueCache
@@ -71,11 +84,14 @@ class _Branches:
 
     _original: type[Module]
 
+    def _overrides(self, name: str) -> bool:
+        block = f"_{name}_block"
+        return block in self.__dict__ or getattr(type(self), block) is not getattr(self._original, block)
+
     def _branch(self, name: str, dropout: Module) -> tuple[Callable[..., Tensor], float | None]:
         """A branch and the probability of the dropout that is still to come; or, not to be fused, the whole block and None."""
-        block = f"_{name}_block"
-        if block in self.__dict__ or getattr(type(self), block) is not getattr(self._original, block):
-            return getattr(self, block), None
+        if self._overrides(name):
+            return getattr(self, f"_{name}_block"), None
         branch, dropout_p = getattr(self, f"_{name}_branch"), fused_dropout(dropout)
         if dropout_p is None:
             return lambda *args, **extras: dropout(branch(*args, **extras)), None
@@ -92,12 +108,8 @@ class _Branches:
     def _ff_branch(self, x):
         name, dropout_p = fused_activation(self.activation), fused_dropout(self.dropout)
         if name is None or dropout_p is None:
-            h = self.dropout(self.activation(linear(self.linear1, x)))
-        elif dropout_p:
-            h = functional.activation_dropout(linear(self.linear1, x), None, name, dropout_p=dropout_p)
-        else:
-            h = linear(self.linear1, x, name)
-        return linear(self.linear2, h)
+            return linear(self.linear2, self.dropout(self.activation(linear(self.linear1, x))))
+        return feed_forward(self.linear1, self.linear2, x, name, dropout_p)
 
     __prepare_scriptable__ = scriptable
 
@@ -163,6 +175,10 @@ class TransformerEncoderLayer(_Branches, torch.nn.TransformerEncoderLayer):
         Raises:
             ValueError, TypeError: a shape or a mask does not fit.
         """
+        if position_bias is None and cache is None:
+            arguments = self._one_call(src, src_mask, src_key_padding_mask, is_causal)
+            if arguments is not None:
+                return ops.encoder_layer(src, *arguments)
         functional.check_tensor("src", src, nested=True)
         x = src
         if src.is_nested:
@@ -178,6 +194,31 @@ class TransformerEncoderLayer(_Branches, torch.nn.TransformerEncoderLayer):
             x = add_norm(x, attend(x, *masks, **extras), p1, self.norm1)
             x = add_norm(x, feed_forward(x), p2, self.norm2)
         return nest_like(x, src) if src.is_nested else x
+
+    def _one_call(self, src: object, *masks) -> tuple[object, ...] | None:
+        """The arguments with which ops.encoder_layer does for src what forward does, where it can and that pays; else None."""
+        parts = self._modules
+        attention, norm1, norm2, linear1, linear2 = map(parts.get, ("self_attn", "norm1", "norm2", "linear1", "linear2"))
+        if not plain(attention, (MultiheadAttention,)) or not plain(norm1, NORM) or not plain(norm2, NORM):
+            return None
+        if not plain(linear1, LINEAR) or not plain(linear2, LINEAR) or self._overrides("sa") or self._overrides("ff"):
+            return None
+        activation, p = fused_activation(self.activation), fused_dropout(parts.get("dropout"))
+        p1, p2 = fused_dropout(parts.get("dropout1")), fused_dropout(parts.get("dropout2"))
+        if activation is None or p is None or p1 is None or p2 is None:
+            return None
+        width = (attention.embed_dim,)
+        linears = (*weight_and_bias(linear1), *weight_and_bias(linear2))
+        norms = ((*weight_and_bias(norm1), norm1.eps), (*weight_and_bias(norm2), norm2.eps))
+        if not norm1.normalized_shape == norm2.normalized_shape == width or not small(
+            src, *linears, *norms[0][:2], *norms[1][:2]
+        ):
+            return None
+        self_attention = attention.one_call(src, *masks)  # draws a seed, so comes last
+        if self_attention is None:
+            return None
+        dropout1, dropout, dropout2 = drop(p1, src), drop(p, src), drop(p2, src)
+        return self_attention, dropout1, norms[0], (*linears, activation, *dropout), dropout2, norms[1], self.norm_first
 
 
 class TransformerDecoderLayer(_Branches, torch.nn.TransformerDecoderLayer):

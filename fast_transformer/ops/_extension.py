@@ -28,6 +28,8 @@ def build_info() -> dict | None:
     return None if C is None else C.build_info()
 
 
+ready = C and C.ready  # see functional.ready
+
 # The GPU architectures that the CUDA kernels were built for, as text; None if there are no CUDA kernels.
 cuda_archs: str | None = C and C.build_info()["cuda_archs"]
 
