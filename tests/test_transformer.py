@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import math
 import pickle
 import types
 import warnings
@@ -398,6 +399,14 @@ def test_an_unusual_layer_is_more_than_one_call(change, monkeypatch):
     out = layer(x)
     assert calls == [1]
     torch.testing.assert_close(out, hooked(layer)(x), **CLOSE)
+
+
+@pytest.mark.parametrize("eps", [-1e-5, math.inf, "small"])
+def test_wrong_eps(eps):
+    layer = make("encoder")
+    layer.norm2.eps = eps
+    with pytest.raises(ValueError, match="eps must be a finite number >= 0"):
+        layer(*make_inputs("encoder"))
 
 
 @need_extension

@@ -1,5 +1,6 @@
 """When a fused op may stand in for the modules of a layer, and what runs when it may not."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -65,6 +66,18 @@ def drop(dropout_p: float, x: Tensor) -> tuple[float, Tensor | None]:
     """Dropout as a chain of ops takes it: the probability, and a seed."""
     dropout_p = functional.check_probability("dropout", dropout_p)
     return dropout_p, functional._random.draw_seed(dropout_p, x.device)
+
+
+def layer_norm(norm: torch.nn.Module, width: int) -> tuple[Tensor | None, Tensor | None, float] | None:
+    """A norm as a chain of ops takes it: weight, bias and eps; None if the module has to be called, or to say what is wrong."""
+    if (
+        not plain(norm, NORM)
+        or norm.normalized_shape != (width,)
+        or type(norm.eps) is not float
+        or not 0.0 <= norm.eps < math.inf
+    ):
+        return None
+    return *weight_and_bias(norm), norm.eps
 
 
 def feed_forward(linear1: torch.nn.Module, linear2: torch.nn.Module, x: Tensor, activation: str, dropout_p: float) -> Tensor:

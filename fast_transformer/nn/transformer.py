@@ -19,13 +19,13 @@ from .. import functional, ops
 from ..masks import causal_mask
 from ._fusion import (
     LINEAR,
-    NORM,
     add,
     add_norm,
     drop,
     feed_forward,
     fused_activation,
     fused_dropout,
+    layer_norm,
     linear,
     plain,
     small,
@@ -197,28 +197,25 @@ class TransformerEncoderLayer(_Branches, torch.nn.TransformerEncoderLayer):
 
     def _one_call(self, src: object, *masks) -> tuple[object, ...] | None:
         """The arguments with which ops.encoder_layer does for src what forward does, where it can and that pays; else None."""
-        parts = self._modules
-        attention, norm1, norm2, linear1, linear2 = map(parts.get, ("self_attn", "norm1", "norm2", "linear1", "linear2"))
-        if not plain(attention, (MultiheadAttention,)) or not plain(norm1, NORM) or not plain(norm2, NORM):
+        if not functional.ready(src):
             return None
-        if not plain(linear1, LINEAR) or not plain(linear2, LINEAR) or self._overrides("sa") or self._overrides("ff"):
+        parts = self._modules
+        attention, linear1, linear2 = parts.get("self_attn"), parts.get("linear1"), parts.get("linear2")
+        if not plain(attention, (MultiheadAttention,)) or not plain(linear1, LINEAR) or not plain(linear2, LINEAR):
             return None
         activation, p = fused_activation(self.activation), fused_dropout(parts.get("dropout"))
         p1, p2 = fused_dropout(parts.get("dropout1")), fused_dropout(parts.get("dropout2"))
-        if activation is None or p is None or p1 is None or p2 is None:
+        if activation is None or p is None or p1 is None or p2 is None or self._overrides("sa") or self._overrides("ff"):
             return None
-        width = (attention.embed_dim,)
+        norm1, norm2 = (layer_norm(parts.get(name), attention.embed_dim) for name in ("norm1", "norm2"))
         linears = (*weight_and_bias(linear1), *weight_and_bias(linear2))
-        norms = ((*weight_and_bias(norm1), norm1.eps), (*weight_and_bias(norm2), norm2.eps))
-        if not norm1.normalized_shape == norm2.normalized_shape == width or not small(
-            src, *linears, *norms[0][:2], *norms[1][:2]
-        ):
+        if norm1 is None or norm2 is None or not small(src, *linears, *norm1[:2], *norm2[:2]):
             return None
         self_attention = attention.one_call(src, *masks)  # draws a seed, so comes last
         if self_attention is None:
             return None
         dropout1, dropout, dropout2 = drop(p1, src), drop(p, src), drop(p2, src)
-        return self_attention, dropout1, norms[0], (*linears, activation, *dropout), dropout2, norms[1], self.norm_first
+        return self_attention, dropout1, norm1, (*linears, activation, *dropout), dropout2, norm2, self.norm_first
 
 
 class TransformerDecoderLayer(_Branches, torch.nn.TransformerDecoderLayer):
