@@ -96,7 +96,7 @@ void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int6
   Bytes query(H * L * D * size), key(S * D * size), value(S * Dv * size), mask(rows * S), bias(rows * S * size);
   Bytes grad_out(H * L * Dv * size), grad_weights(L * S * size);
   for (char& byte : mask) byte &= 1;
-  Results out(H * L * Dv * size), lse(H * L * wide), exponents(2 * H * L * wide), mean(L * S * size), weight_sums(H * L * wide);
+  Results out(H * L * Dv * size), lse(H * L * wide), mean(L * S * size), weight_sums(H * L * wide);
   Results grad_query(H * L * D * size), grad_key(S * D * size), grad_value(S * Dv * size);
 
   AttentionProblem p;
@@ -118,15 +118,17 @@ void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int6
   p.softcap = options & 16 ? 2.0 : 0.0;
   if (options & 8) p.dropout = Dropout(0.3, 7);
 
-  AttentionForward forward = {p, {out.data(), H * L * Dv, L * Dv, Dv}, lse.data(), exponents.data(), 1};
+  AttentionForward forward = {p, {out.data(), H * L * Dv, L * Dv, Dv}, lse.data(), 1, mean.data(), 0, 0.5};
   kernels.attention_rows[dtype](forward, 0, 1);
   out.check(type, "output (rows)");
   std::fill(out.begin(), out.end(), 0xFF);
   kernels.attention_forward[dtype](forward, 0, 1);
   out.check(type, "output");
   lse.check(wide_type, "lse");
-  AttentionWeights weights = {p, exponents.data(), mean.data(), false};
-  kernels.attention_weights[dtype](weights, 0, (L + kQueries - 1) / kQueries);
+  std::fill(out.begin(), out.end(), 0xFF);
+  forward.groups = 1;
+  kernels.attention_forward[dtype](forward, 0, (L + kQueries - 1) / kQueries);
+  out.check(type, "output beside weights");
   mean.check(type, "weights");
 
   const Scores weights_grad = {grad_weights.data(), type, 0, 0, S, 1};

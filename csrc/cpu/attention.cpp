@@ -18,8 +18,8 @@ using at::Tensor;
 
 constexpr int64_t kLeastWork = 1 << 18;  // multiplications that are worth another thread
 constexpr int64_t kFewQueries = 4;       // up to which attention_rows is the faster forward
-constexpr int64_t kTasks = 16;           // of a backward pass at least; a constant, so that sums are cut alike for any threads
-constexpr int64_t kLeastChunk = 8;       // blocks of keys in a task of a backward pass that could have another head
+constexpr int64_t kTasks = 16;      // of a pass that adds up at least; a constant, so that sums are cut alike for any threads
+constexpr int64_t kLeastChunk = 8;  // blocks of keys in a task of a backward pass that could have another head
 
 int64_t blocks(int64_t length, int64_t block) { return (length + block - 1) / block; }
 
@@ -88,36 +88,43 @@ void for_tasks(const Args& args, int64_t tasks, void (*kernel)(const Args&, int6
   at::parallel_for(0, tasks, kLeastWork / (work + 1) + 1, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
 }
 
+// Into how many groups to put the heads whose weights are averaged: a task adds up one of them, and tasks should be many.
+int64_t head_groups(int64_t heads, int64_t query_blocks) {
+  int64_t groups = 1;
+  while (groups < heads && (heads % groups != 0 || groups * query_blocks < kTasks)) ++groups;
+  return groups;
+}
+
 std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                              const OptionalTensor& mask, const OptionalTensor& bias, int64_t first,
                                              int64_t last, double scale, double softcap, double dropout_p,
                                              const OptionalTensor& seed, const Text& return_weights, bool with_lse) {
-  AttentionForward args;
+  AttentionForward args = {};
   const Call call(query, key, value, mask, bias, first, last, scale, softcap, dropout_p, seed, args);
   const int dtype = static_cast<int>(dtype_of(query));
   const bool per_head = return_weights == "per_head";
   Tensor out = empty_heads(query, args.batch, args.heads, args.L, args.Dv);
   const auto wide = query.options().dtype(compute_type(query));
   Tensor lse = at::empty(with_lse ? at::IntArrayRef{args.batch, args.heads, args.L} : at::IntArrayRef{0}, wide);
-  Tensor exponents, weights = at::empty({0}, query.options());
-  if (return_weights) exponents = at::empty({2, args.batch, args.heads, args.L}, wide);
+  Tensor weights = at::empty({0}, query.options());
   args.out = heads(out);
   args.lse = with_lse ? lse.mutable_data_ptr() : nullptr;
-  args.exponents = return_weights ? exponents.mutable_data_ptr() : nullptr;
   const int64_t kv_heads = args.batch * args.kv_heads;
-  if (args.L <= kFewQueries && !return_weights) {
+  if (return_weights) {
+    const int64_t query_blocks = args.batch * blocks(args.L, kQueries);
+    args.groups = per_head ? args.heads : head_groups(args.heads, query_blocks);
+    args.weights_scale = per_head ? 1.0 : 1.0 / static_cast<double>(args.heads);
+    weights = empty({args.batch, args.groups, args.L, args.S}, query.options());
+    args.weights = weights.mutable_data_ptr();
+    for_tasks(args, args.groups * query_blocks, kernels().attention_forward[dtype]);
+    if (!per_head) weights = args.groups == 1 ? weights.squeeze(1) : weights.sum(1);
+  } else if (args.L <= kFewQueries) {
     args.chunks = 1;
     for_tasks(args, kv_heads, kernels().attention_rows[dtype]);
   } else {
     const int64_t wanted = blocks(4 * at::get_num_threads(), std::max<int64_t>(kv_heads, 1));
     args.chunks = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(blocks(args.L, kQueries), 1));
     for_tasks(args, kv_heads * args.chunks, kernels().attention_forward[dtype]);
-  }
-  if (return_weights) {
-    weights = per_head ? empty({args.batch, args.heads, args.L, args.S}, query.options())
-                       : empty({args.batch, args.L, args.S}, query.options());
-    AttentionWeights pass = {args, exponents.const_data_ptr(), weights.mutable_data_ptr(), per_head};
-    for_tasks(pass, args.batch * (per_head ? args.heads : 1) * blocks(args.L, kQueries), kernels().attention_weights[dtype]);
   }
   return {out, weights, lse};
 }

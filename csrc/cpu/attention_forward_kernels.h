@@ -2,6 +2,8 @@
 //
 // For a block of queries: running maximum m, sum l and unnormalised output, rescaled when a block of keys raises m. A task is
 // one key head with every chunks-th block of the queries it serves; key and value are laid out for the products once a task.
+// If weights are asked for, a task is one block of queries and a group of heads. Then the terms of all keys are kept until the
+// maximum and the sum are final, which makes them weights.
 #pragma once
 
 #include "attention_tile.h"
@@ -22,6 +24,12 @@ class ForwardTask {
   Buffer<E> query_;                  // (D, kQueries)
   Buffer<C> output_;                 // (Dv, kQueries)
   C top_[kQueries], sum_[kQueries];  // top: as the scores, before tile_.factor
+  // If weights are asked for: of the keys' blocks [key][query] the terms, in units of `tops_`, and how many keys were worked
+  // on; the sums over heads, [key][query]; terms as pairs.
+  Buffer<C> terms_, tops_;
+  Buffer<int64_t> counts_;
+  Buffer<C> weights_;
+  Buffer<E> pairs_;
 
  public:
   explicit ForwardTask(const AttentionForward& a)
@@ -30,14 +38,17 @@ class ForwardTask {
         key_(Operand<T>::scratch(a.S, a.D)),
         value_(Operand<T>::scratch(a.S, a.Dv)),
         query_(depth<T>(a.D) * kQueries),
-        output_(round_up(a.Dv, 16) * kQueries) {}
+        output_(round_up(a.Dv, 16) * kQueries),
+        terms_(a.groups ? blocks(a.S) * kKeys * kQueries : 0),
+        tops_(a.groups ? blocks(a.S) * kQueries : 0),
+        counts_(a.groups ? blocks(a.S) : 0),
+        weights_(a.groups ? a.S * kQueries : 0),
+        pairs_(a.groups && kPaired<T> ? kKeys / 2 * kQueries : 0) {}
 
   void run(int64_t task, bool another) {
     const auto [batch, kv_head] = place(task);
     const int64_t chunk = task % a_.chunks, group = a_.heads / a_.kv_heads;
-    KeyRange range(a_, 0, a_.L);
-    range.without_padding(a_, batch, kv_head * group, group);
-    range.begin = range.begin / kKeys * kKeys;
+    const KeyRange range = visible(batch, kv_head * group, group, 0, a_.L);
     const int64_t begin = range.begin, keys = range.end > begin ? range.end - begin : 0;
     const Rows<const T> key = head_of<T>(a_.key, batch, kv_head), value = head_of<T>(a_.value, batch, kv_head);
     const Operand<T> keys_a({key[begin], key.stride}, keys, a_.D, key_, true, false);
@@ -59,7 +70,41 @@ class ForwardTask {
     }
   }
 
+  void run_with_weights(int64_t task) {
+    const int64_t query_blocks = (a_.L + kQueries - 1) / kQueries, query = task % query_blocks * kQueries;
+    const int64_t group = task / query_blocks % a_.groups, batch = task / query_blocks / a_.groups;
+    const int64_t heads = a_.heads / a_.groups, queries = block_queries(query);
+    memset(weights_, 0, a_.S * kQueries * sizeof(C));
+    for (int64_t head = group * heads; head < (group + 1) * heads; ++head) {
+      const int64_t kv_head = head / (a_.heads / a_.kv_heads);
+      const KeyRange range = visible(batch, head, 1, query, queries);
+      const int64_t begin = range.begin, keys = range.end > begin ? range.end - begin : 0;
+      const Rows<const T> key = head_of<T>(a_.key, batch, kv_head), value = head_of<T>(a_.value, batch, kv_head);
+      const Operand<T> keys_a({key[begin], key.stride}, keys, a_.D, key_, true, false);
+      const Operand<T> values_a({value[begin], value.stride}, keys, a_.Dv, value_, false, true);
+      tile_.at_head(batch, head);
+      for (int64_t i = 0; i < blocks(keys); ++i) counts_[i] = 0;
+      block(batch, head, query, keys_a.rows, values_a.columns, range);
+      for (int64_t i = 0; i < blocks(keys); ++i)
+        if (counts_[i]) add_weights(i, weights_ + (begin + i * kKeys) * kQueries);
+    }
+    T* out = (T*)a_.weights + ((batch * a_.groups + group) * a_.L + query) * a_.S;
+    const C scale = (C)(a_.weights_scale * a_.dropout.scale);
+    transpose_back<C, T>(queries, a_.S, {out, a_.S},
+                         [&](int64_t key, int64_t row) { return load(weights_ + key * kQueries + row) * scale; });
+  }
+
  private:
+  static int64_t blocks(int64_t keys) { return (keys + kKeys - 1) / kKeys; }
+
+  // The keys that some query of [query, query + queries) in these heads may see, from the beginning of a block on.
+  KeyRange visible(int64_t batch, int64_t head, int64_t heads, int64_t query, int64_t queries) const {
+    KeyRange range(a_, query, queries);
+    range.without_padding(a_, batch, head, heads);
+    range.begin = range.begin / kKeys * kKeys;
+    return range;
+  }
+
   struct Place {
     int64_t batch, kv_head;
   };
@@ -101,13 +146,20 @@ class ForwardTask {
     const int64_t first = seen.begin > range.begin ? seen.begin / kKeys * kKeys : range.begin;
     const int64_t end = seen.end < range.end ? seen.end : range.end, offset = range.begin;
     for (int64_t k = first; k < end; k += kKeys) {
+      const int64_t index = (k - offset) / kKeys;
+      if (a_.groups) tile_.scores = terms_ + index * kKeys * kQueries;
       if (!tile_.locate(query, queries, k, end - k < kKeys ? end - k : kKeys)) continue;
+      if (a_.groups && !tile_.whole()) memset(tile_.scores, 0, tile_.keys * kQueries * sizeof(C));
       tile_.compute(query_, {key.data + (k - offset) * key.row, key.row, key.column});
       raise_top(empty);
       for (int s = 0; s < tile_.strip_count; ++s) weigh(tile_.strips[s]);
+      if (a_.groups) {
+        counts_[index] = tile_.keys;
+        memcpy(tops_ + index * kQueries, top_, sizeof top_);
+      }
       for (int s = 0; s < tile_.strip_count; empty = false) {
         const Strip run = tile_.merged(s);
-        const E* weights = (const E*)(C*)tile_.scores + run.begin / kPer * kQueries + run.first * n;
+        const E* weights = (kPaired<T> ? pairs() : (const E*)tile_.scores) + run.begin / kPer * kQueries + run.first * n;
         const bool part = run.first > 0 || run.last < tile_.vectors();
         if (empty && part) clear();
         with_flag(part || !empty, [&](auto add) {
@@ -182,12 +234,14 @@ class ForwardTask {
       };
       if constexpr (kPaired<T>) {
 #if defined(FT_AVX512_BF16)
-        C* out = tile_.scores + strip.begin / 2 * kQueries + v * n;
+        C* out = (C*)pairs() + strip.begin / 2 * kQueries + v * n;
         for (int key = strip.begin; key < strip.begin + kStrip; key += 2, row += 2 * kQueries, out += kQueries)
           for (int i = 0; i < V; ++i) {
             const Vec<C> low = key < strip.end ? weight(key, i, row) : Vec<C>{};
             const Vec<C> high = key + 1 < strip.end ? weight(key + 1, i, row + kQueries) : Vec<C>{};
             store(out + i * n, pairs_of(low, high));
+            if (a_.groups && key < strip.end) store(row + i * n, low);
+            if (a_.groups && key + 1 < strip.end) store(row + kQueries + i * n, high);
           }
 #endif
       } else {
@@ -198,6 +252,24 @@ class ForwardTask {
     });
   }
 
+  // Where pairs of terms lie: in the place of the terms, unless these are kept.
+  E* pairs() const { return a_.groups ? (E*)pairs_ : (E*)tile_.scores; }
+
+  // Adds the weights of a block of keys.
+  void add_weights(int64_t block, C* weights) const {
+    const C *terms = terms_ + block * kKeys * kQueries, *tops = tops_ + block * kQueries;
+    const C factor = tile_.factor * (C)kLog2E;
+    for (int v = 0; v < tile_.vectors(); ++v) {
+      const Vec<C> top = load(top_ + v * n), before = load(tops + v * n), sum = load(sum_ + v * n);
+      const Vec<C> shrink = before < top ? exp2((before - top) * factor) : splat<C>(1);
+      const Vec<C> scale = sum == 0 ? Vec<C>{} : shrink / sum;
+      for (int64_t key = 0; key < counts_[block]; ++key) {
+        const int64_t at = key * kQueries + v * n;
+        store(weights + at, load(weights + at) + load(terms + at) * scale);
+      }
+    }
+  }
+
   void finish(int64_t batch, int64_t head, int64_t query, int64_t queries) {
     C scale[kQueries];
     for (int v = 0; v * n < queries; ++v) {
@@ -205,13 +277,9 @@ class ForwardTask {
       const Ints<C> blind = sum == 0;
       store(scale + v * n, blind ? Vec<C>{} : (C)a_.dropout.scale / sum);
       const Vec<C> rest = blind ? Vec<C>{} : FT_LEVEL::log(sum);
-      const int64_t rows = a_.batch * a_.heads * a_.L, at = (batch * a_.heads + head) * a_.L + query + v * n;
+      const int64_t at = (batch * a_.heads + head) * a_.L + query + v * n;
       const int64_t count = queries - v * n < n ? queries - v * n : n;
       if (a_.lse) Tail{count}.store((C*)a_.lse + at, blind ? splat<C>(-INFINITY) : top * tile_.factor + rest);
-      if (a_.exponents) {
-        Tail{count}.store((C*)a_.exponents + at, blind ? splat<C>(INFINITY) : top);
-        Tail{count}.store((C*)a_.exponents + rows + at, rest * (C)kLog2E);
-      }
     }
     const Rows<T> out = head_of<T>(a_.out, batch, head);
     transpose_back<C, T>(queries, a_.Dv, {out[query], out.stride}, [&](int64_t column, int64_t row) {
@@ -223,7 +291,12 @@ class ForwardTask {
 template <typename T>
 void attention_forward(const AttentionForward& a, int64_t begin_task, int64_t end_task) {
   ForwardTask<T> task(a);
-  for (int64_t i = begin_task; i < end_task; ++i) task.run(i, i + 1 < end_task);
+  for (int64_t i = begin_task; i < end_task; ++i) {
+    if (a.groups)
+      task.run_with_weights(i);
+    else
+      task.run(i, i + 1 < end_task);
+  }
 }
 
 }  // namespace FT_LEVEL

@@ -149,17 +149,18 @@ class ScoreTile {
   using Word = decltype(Ints<C>{}[0] + 0);
   static constexpr int n = kLanes<C>;
 
-  Buffer<C> scores, slopes;  // slopes: derivative of the softcap
-  C factor = 1;              // what is left to multiply `scores` by
+  C* scores;         // in memory of its own, or wherever the owner wants the next block
+  Buffer<C> slopes;  // derivative of the softcap
+  C factor = 1;      // what is left to multiply `scores` by
   Strip strips[kKeys / kStrip];
   int strip_count;
   int64_t first_query, queries, first_key, keys;
   Ahead ahead;
 
   ScoreTile(const AttentionProblem& problem, bool derivative)
-      : scores(kKeys * kQueries),
-        slopes(derivative && problem.softcap != 0 ? kKeys * kQueries : 0),
+      : slopes(derivative && problem.softcap != 0 ? kKeys * kQueries : 0),
         ahead(derivative ? 32 : 48),  // lines of 8 tensors for 5 products, or of 4 for 2
+        scores_(kKeys * kQueries),
         problem_(problem),
         derivative_(derivative),
         keys_(derivative ? kBackwardKeys : kKeys),
@@ -168,6 +169,7 @@ class ScoreTile {
         bias_blocks_(slots_),
         visible_(kKeys / kStrip * kQueries),
         kept_(problem.dropout.on() ? kKeys / kStrip * kQueries : 0) {
+    scores = scores_;
     for (int64_t i = 0; i < slots_; ++i) bias_blocks_[i] = {-1, 0, 0, false};
   }
 
@@ -214,6 +216,14 @@ class ScoreTile {
     return run;
   }
 
+  // Whether every score of the block is worked on.
+  bool whole() const {
+    int64_t count = 0;
+    for (int s = 0; s < strip_count; ++s)
+      if (strips[s].first == 0 && strips[s].last == vectors()) count += strips[s].keys();
+    return count == keys;
+  }
+
   // Words of a strip's dropout decisions, a bit for each key.
   const Word* kept(const Strip& strip) const {
     return problem_.dropout.on() ? kept_ + strip.begin / kStrip * kQueries : nullptr;
@@ -223,6 +233,7 @@ class ScoreTile {
   static constexpr int kStep = kPaired<T> ? 2 : 1;  // pairs of queries come in 32
   static constexpr int kWords = kKeys / kStrip;
 
+  Buffer<C> scores_;
   const AttentionProblem& problem_;
   bool derivative_;
   int64_t batch_, head_;

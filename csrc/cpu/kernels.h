@@ -60,19 +60,13 @@ struct AttentionProblem {
 };
 
 struct AttentionForward : AttentionProblem {
-  Heads out;        // (batch, heads, L, Dv)
-  void* lse;        // (batch, heads, L) compute, or null
-  void* exponents;  // (2, batch, heads, L) compute, or null: what AttentionWeights subtracts
-  int64_t chunks;   // tasks per key head
-};
-
-// A task is a block of queries of one batch (of one head, if per_head). weights: (batch, L, S), their mean over the heads, or
-// (batch, heads, L, S).
-struct AttentionWeights : AttentionProblem {
-  const void* exponents;  // (2, batch, heads, L): the largest score as the kernel keeps it, and log2 of the sum of the terms in
-                          // units of the largest: the log-sum-exp in one number would cost digits where scores are large
+  Heads out;       // (batch, heads, L, Dv)
+  void* lse;       // (batch, heads, L) compute, or null
+  int64_t chunks;  // tasks per key head; but if weights are asked for a task is a block of queries and a group of heads
+  // (batch, groups, L, S): weights_scale times the weights, summed over the heads of a group; if groups is 0, none.
   void* weights;
-  bool per_head;
+  int64_t groups;
+  double weights_scale;
 };
 
 // sums (batch, heads, L): for each query the sum over its keys of weight times the weight's gradient.
@@ -145,7 +139,6 @@ struct Kernels {
   void (*activation_backward_block[kDTypes])(const ActivationArgs&, const RowBlocks&, int64_t block);
   void (*attention_forward[kDTypes])(const AttentionForward&, int64_t begin_task, int64_t end_task);
   void (*attention_rows[kDTypes])(const AttentionForward&, int64_t begin_task, int64_t end_task);
-  void (*attention_weights[kDTypes])(const AttentionWeights&, int64_t begin_task, int64_t end_task);
   void (*attention_weight_sums[kDTypes])(const AttentionWeightSums&, int64_t begin_task, int64_t end_task);
   void (*attention_backward[kDTypes])(const AttentionBackward&, int64_t begin_task, int64_t end_task);
   void (*additive_forward[kDTypes])(const AdditiveForward&, int64_t begin_task, int64_t end_task);

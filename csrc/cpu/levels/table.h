@@ -4,7 +4,7 @@
 #include "../attention_backward_kernels.h"
 #include "../attention_forward_kernels.h"
 #include "../attention_rows_kernels.h"
-#include "../attention_weights_kernels.h"
+#include "../attention_weight_sums_kernels.h"
 #include "../dropout_add_layer_norm_kernels.h"
 #include "../linear_kernels.h"
 
@@ -33,7 +33,6 @@ extern const Kernels FT_TABLE(FT_LEVEL) = {
     FT_EACH_DTYPE(activation_backward_block),
     FT_EACH_DTYPE(attention_forward),
     FT_EACH_DTYPE(attention_rows),
-    FT_EACH_DTYPE(attention_weights),
     FT_EACH_DTYPE(attention_weight_sums),
     FT_EACH_DTYPE(attention_backward),
     FT_EACH_DTYPE(additive_forward),
