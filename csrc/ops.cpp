@@ -1,4 +1,5 @@
 // The ops' schemas, and the Python module: direct calls of the ops, facts about the build, a quick look at arguments.
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -78,6 +79,7 @@ std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<u
 // no subclass but torch.nn.Parameter; and nothing is about that casts them or has to follow plain PyTorch operations.
 bool ready(const pybind11::args& arguments) {
   if (at::autocast::is_autocast_enabled(at::kCPU) || torch::jit::tracer::isTracing() ||
+      at::impl::torch_function_mode_enabled() ||
       c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode))
     return false;
   std::optional<at::ScalarType> dtype;

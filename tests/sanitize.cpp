@@ -88,7 +88,7 @@ struct Results : std::vector<uint8_t> {
 };
 
 // options: 1 a mask for every score, 2 a bias, 4 causal, 8 dropout, 16 a softcap and gradients of the weights, 32 mask and bias
-// of the keys alone.
+// of the keys alone, 64 a narrow band, or with causal one that no query sees.
 void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int64_t D, int64_t Dv, int options) {
   const DType type = static_cast<DType>(dtype), wide_type = type == DType::f64 ? DType::f64 : DType::f32;
   const int64_t H = 2, size = type == DType::f64 ? 8 : type == DType::f32 ? 4 : 2, wide = type == DType::f64 ? 8 : 4;
@@ -112,13 +112,13 @@ void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int6
   p.S = S;
   p.D = D;
   p.Dv = Dv;
-  p.first = -L;
-  p.last = options & 4 ? 0 : S;
+  p.first = options & 64 && !(options & 4) ? -3 : -L;
+  p.last = options & 64 ? (options & 4 ? -L : 2) : options & 4 ? 0 : S;
   p.scale = 0.3;
   p.softcap = options & 16 ? 2.0 : 0.0;
   if (options & 8) p.dropout = Dropout(0.3, 7);
 
-  AttentionForward forward = {p, {out.data(), H * L * Dv, L * Dv, Dv}, lse.data(), 1, mean.data(), 0, 0.5};
+  AttentionForward forward = {p, {out.data(), H * L * Dv, L * Dv, Dv}, lse.data(), 1, mean.data(), 0, 0.5, false};
   kernels.attention_rows[dtype](forward, 0, 1);
   out.check(type, "output (rows)");
   std::fill(out.begin(), out.end(), 0xFF);
@@ -227,7 +227,7 @@ int main() {
       for (int64_t L : {1, 65})
         for (int64_t S : {1, 31, 200})
           for (int64_t D : {1, 20, 64})
-            for (int options = 0; options < 64; ++options) {
+            for (int options = 0; options < 128; ++options) {
               if (options & 32 && !(options & 3)) continue;
               run_attention(*kernels, dtype, L, S, D, D == 20 ? 7 : D, options);
               ++runs;

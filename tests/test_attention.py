@@ -156,6 +156,9 @@ CASES = {
     "D5-Dv11": Case(D=5, Dv=11),
     "D11-Dv1": Case(D=11, Dv=1),
     "H6-Hkv2": Case(H=6, Hkv=2),
+    "window-padding-L300-S40": Case(L=300, S=40, mask=(2, 1, 1, 40), options=dict(window=(3, 2))),  # most see beyond the keys
+    "causal-padding-L300-S40": Case(L=300, S=40, mask=(2, 1, 1, 40), options=dict(causal=True, query_offset=-200)),
+    "B8-H6-Hkv3": Case(B=8, H=6, Hkv=3, L=3, S=5),  # the weights' mean over heads is a sum of two
     "H4-Hkv1-masked": Case(H=4, Hkv=1, mask=(2, 4, 7, 9), bias=(4, 1, 1)),
     "scale0.3": Case(options=dict(scale=0.3)),
     "scale-negative": Case(options=dict(scale=-0.7)),
@@ -579,6 +582,14 @@ def test_the_same_bits_for_any_number_of_threads(dtype, shape):
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+@need_extension
+def test_mean_weights_are_rounded_once():
+    """Those of 16 heads, in two or more sums: each of them in float16 would be off by a hundredth."""
+    q, k = torch.zeros(1, 16, 4, 4, dtype=f16), torch.randn(1, 16, 20000, 4, dtype=f16)
+    _, weights = attention(q, k, k, return_weights="mean", backend="cpu")
+    assert torch.equal(weights, torch.full((1, 4, 20000), 1 / 20000, dtype=f16))
 
 
 MEMORY = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -358,6 +358,37 @@ def test_small_self_attention_is_one_call(weights, bias, dropout, masks, monkeyp
     assert all(map(torch.equal, *results)) and len(results[0]) == len(results[1])
 
 
+def test_heads_that_do_not_fit_any_more_are_refused():
+    m, x = ft.MultiheadAttention(E, H, batch_first=True), torch.randn(N, L, E)
+    m.num_heads = 0
+    with pytest.raises(RuntimeError):
+        m(x, x, x)
+
+
+def test_forward_mode_through_a_mask():
+    m, x = ft.MultiheadAttention(E, H, batch_first=True), torch.randn(N, L, E)
+    mask, tangent = torch.randn(2, L, L)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(mask, tangent)
+        got = torch.autograd.forward_ad.unpack_dual(m(x, x, x, attn_mask=dual)[0]).tangent
+    _, want = torch.autograd.functional.jvp(lambda mask: m(x, x, x, attn_mask=mask)[0], mask, tangent)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_function_mode_sees_every_product():
+    class Mode(torch.overrides.TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen += func is torch.nn.functional.linear
+            return func(*args, **(kwargs or {}))
+
+    m, x = ft.MultiheadAttention(E, H, batch_first=True), torch.randn(N, L, E)
+    with Mode() as mode:
+        m(x, x, x)
+    assert mode.seen == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("name, shape", [("attn_mask", (L, L)), ("key_padding_mask", (N, L))])
 def test_masks_on_another_device_are_refused(name, shape, dtype):

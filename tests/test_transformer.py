@@ -383,6 +383,7 @@ UNUSUAL = {
     "an activation of one's own": lambda layer: setattr(layer, "activation", torch.tanh),
     "a block of one's own": lambda layer: setattr(layer, "_ff_block", torch.tanh),
     "a subclass": lambda layer: setattr(layer, "linear1", type("Mine", (nn.Linear,), {})(E, FF, dtype=f64)),
+    "a branch that broadcasts": lambda layer: setattr(layer, "linear2", nn.Linear(FF, 1, dtype=f64)),
     "all dropped": lambda layer: setattr(layer.dropout2, "p", 1.0),
     "batch in the second place": lambda layer: setattr(layer.self_attn, "batch_first", False),
 }
@@ -399,6 +400,13 @@ def test_an_unusual_layer_is_more_than_one_call(change, monkeypatch):
     out = layer(x)
     assert calls == [1]
     torch.testing.assert_close(out, hooked(layer)(x), **CLOSE)
+
+
+def test_attention_that_was_put_into_the_class_is_called(monkeypatch):
+    layer, calls, original = make("encoder"), [], ft.MultiheadAttention.forward
+    monkeypatch.setattr(ft.MultiheadAttention, "forward", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
+    layer(*make_inputs("encoder"))
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("eps", [-1e-5, math.inf, "small"])

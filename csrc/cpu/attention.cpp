@@ -114,10 +114,14 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
     const int64_t query_blocks = args.batch * blocks(args.L, kQueries);
     args.groups = per_head ? args.heads : head_groups(args.heads, query_blocks);
     args.weights_scale = per_head ? 1.0 : 1.0 / static_cast<double>(args.heads);
-    weights = empty({args.batch, args.groups, args.L, args.S}, query.options());
+    args.wide = !per_head && args.groups > 1;
+    weights = empty({args.batch, args.groups, args.L, args.S}, args.wide ? wide : query.options());
     args.weights = weights.mutable_data_ptr();
     for_tasks(args, args.groups * query_blocks, kernels().attention_forward[dtype]);
-    if (!per_head) weights = args.groups == 1 ? weights.squeeze(1) : weights.sum(1);
+    if (args.wide)
+      weights = weights.sum(1).to(query.scalar_type());
+    else if (!per_head)
+      weights = weights.squeeze(1);
   } else if (args.L <= kFewQueries) {
     args.chunks = 1;
     for_tasks(args, kv_heads, kernels().attention_rows[dtype]);

@@ -88,10 +88,11 @@ class ForwardTask {
       for (int64_t i = 0; i < blocks(keys); ++i)
         if (counts_[i]) add_weights(i, weights_ + (begin + i * kKeys) * kQueries);
     }
-    T* out = (T*)a_.weights + ((batch * a_.groups + group) * a_.L + query) * a_.S;
-    const C scale = (C)(a_.weights_scale * a_.dropout.scale);
-    transpose_back<C, T>(queries, a_.S, {out, a_.S},
-                         [&](int64_t key, int64_t row) { return load(weights_ + key * kQueries + row) * scale; });
+    const int64_t at = ((batch * a_.groups + group) * a_.L + query) * a_.S;
+    if (a_.wide)
+      write_weights((C*)a_.weights + at, queries);
+    else
+      write_weights((T*)a_.weights + at, queries);
   }
 
  private:
@@ -268,6 +269,13 @@ class ForwardTask {
         store(weights + at, load(weights + at) + load(terms + at) * scale);
       }
     }
+  }
+
+  template <typename X>
+  void write_weights(X* out, int64_t queries) const {
+    const C scale = (C)(a_.weights_scale * a_.dropout.scale);
+    transpose_back<C, X>(queries, a_.S, {out, a_.S},
+                         [&](int64_t key, int64_t row) { return load(weights_ + key * kQueries + row) * scale; });
   }
 
   void finish(int64_t batch, int64_t head, int64_t query, int64_t queries) {

@@ -125,7 +125,7 @@ struct KeyRange {
 
   // Without the keys at either end that the mask hides from every query of these heads, as it hides padding.
   void without_padding(const AttentionProblem& p, int64_t batch, int64_t head, int64_t heads) {
-    if (!p.mask.data || p.mask.query != 0 || p.mask.key == 0) return;
+    if (!p.mask.data || p.mask.query != 0 || p.mask.key == 0 || begin >= end) return;
     int64_t first = end, last = begin;
     for (int64_t h = head; h < (p.mask.head ? head + heads : head + 1); ++h) {
       const uint8_t* row = (const uint8_t*)p.mask.data + batch * p.mask.batch + h * p.mask.head;

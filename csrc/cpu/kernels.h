@@ -63,10 +63,12 @@ struct AttentionForward : AttentionProblem {
   Heads out;       // (batch, heads, L, Dv)
   void* lse;       // (batch, heads, L) compute, or null
   int64_t chunks;  // tasks per key head; but if weights are asked for a task is a block of queries and a group of heads
-  // (batch, groups, L, S): weights_scale times the weights, summed over the heads of a group; if groups is 0, none.
+  // (batch, groups, L, S), in the activations' dtype or, if `wide`, in the compute type: weights_scale times the weights,
+  // summed over the heads of a group; if groups is 0, none.
   void* weights;
   int64_t groups;
   double weights_scale;
+  bool wide;
 };
 
 // sums (batch, heads, L): for each query the sum over its keys of weight times the weight's gradient.

@@ -70,10 +70,11 @@ def drop(dropout_p: float, x: Tensor) -> tuple[float, Tensor | None]:
 
 def layer_norm(norm: torch.nn.Module, width: int) -> tuple[Tensor | None, Tensor | None, float] | None:
     """A norm as a chain of ops takes it: weight, bias and eps; None if the module has to be called, or to say what is wrong."""
-    if not plain(norm, NORM) or norm.normalized_shape != (width,):
+    if not plain(norm, NORM) or norm.normalized_shape != (width,) or type(norm.eps) is not float:
         return None
-    eps = norm.eps
-    return (*weight_and_bias(norm), eps) if type(eps) is float and 0.0 <= eps < math.inf else None
+    weight, bias = weight_and_bias(norm)
+    fits = all(x is None or x.shape == (width,) for x in (weight, bias)) and 0.0 <= norm.eps < math.inf
+    return (weight, bias, norm.eps) if fits else None
 
 
 def feed_forward(linear1: torch.nn.Module, linear2: torch.nn.Module, x: Tensor, activation: str, dropout_p: float) -> Tensor:

@@ -144,7 +144,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """
         return_weights = ("mean" if average_attn_weights else "per_head") if need_weights else None
         if query is key is value and cache is None and position_bias is None:
-            arguments = self.one_call(query, attn_mask, key_padding_mask, is_causal)
+            arguments = self._one_call(query, attn_mask, key_padding_mask, is_causal)
             if arguments is not None:
                 out, weights = ops.self_attention(query, arguments, return_weights)
                 return out, weights if need_weights else None
@@ -202,7 +202,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         out = linear(self.out_proj, out.flatten(-2))
         return (out if nested is None else nest_like(out, nested)), weights
 
-    def one_call(
+    def _one_call(
         self, x: object, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
     ) -> tuple[object, ...] | None:
         """The arguments with which ops.self_attention does for x what forward does, where that pays; else None.
@@ -214,6 +214,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return None
         if self.rotary is not None or self.window is not None or self.softcap is not None:
             return None
+        if type(self.num_heads) is not int or self.num_heads * self.head_dim != self.embed_dim:
+            return None
         parameters = (weight, bias, *weight_and_bias(out_proj))
         if not small(x, *parameters) or x.dim() != 3 or x.shape[2] != self.embed_dim:
             return None
@@ -222,7 +224,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             scores = (len(x), self.num_heads, x.shape[1], x.shape[1])
             masks = (attn_mask, key_padding_mask, None, is_causal)
             mask, summand = self._translate_masks(scores, *masks, batched=True, device=x.device)
-            if not (mask is None or mask.is_cpu) or not (summand is None or summand.is_cpu):
+            if not (mask is None or mask.is_cpu) or not (summand is None or functional.ready(summand)):
                 return None
         causal = bool(is_causal) and attn_mask is None
         return *parameters, self.num_heads, mask, summand, causal, *drop(self.dropout if self.training else 0.0, x)

@@ -39,6 +39,7 @@ from .multihead_attention import MultiheadAttention, check_sizes
 from .positions import RotaryPositions, check_rotary
 
 Activation = str | Callable[[Tensor], Tensor]
+_ATTEND = MultiheadAttention.forward  # some put another in its place, to see the weights
 
 
 def _become_twins(layer: Module) -> None:
@@ -201,21 +202,26 @@ class TransformerEncoderLayer(_Branches, torch.nn.TransformerEncoderLayer):
             return None
         parts = self._modules
         attention, linear1, linear2 = parts.get("self_attn"), parts.get("linear1"), parts.get("linear2")
-        if not plain(attention, (MultiheadAttention,)) or not plain(linear1, LINEAR) or not plain(linear2, LINEAR):
+        if MultiheadAttention.forward is not _ATTEND or not plain(attention, (MultiheadAttention,)):
+            return None
+        if not plain(linear1, LINEAR) or not plain(linear2, LINEAR):
             return None
         activation, p = fused_activation(self.activation), fused_dropout(parts.get("dropout"))
         p1, p2 = fused_dropout(parts.get("dropout1")), fused_dropout(parts.get("dropout2"))
         if activation is None or p is None or p1 is None or p2 is None or self._overrides("sa") or self._overrides("ff"):
             return None
-        norm1, norm2 = (layer_norm(parts.get(name), attention.embed_dim) for name in ("norm1", "norm2"))
+        width = attention.embed_dim
+        norm1, norm2 = layer_norm(parts.get("norm1"), width), layer_norm(parts.get("norm2"), width)
         linears = (*weight_and_bias(linear1), *weight_and_bias(linear2))
         if norm1 is None or norm2 is None or not small(src, *linears, *norm1[:2], *norm2[:2]):
             return None
-        self_attention = attention.one_call(src, *masks)  # draws a seed, so comes last
+        if not linears[2].shape[0] == attention.out_proj.weight.shape[0] == width:  # else what they return broadcasts
+            return None
+        self_attention = attention._one_call(src, *masks)  # draws a seed, so comes last
         if self_attention is None:
             return None
         dropout1, dropout, dropout2 = drop(p1, src), drop(p, src), drop(p2, src)
-        return self_attention, dropout1, norm1, (*linears, activation, *dropout), dropout2, norm2, self.norm_first
+        return self_attention, dropout1, norm1, (*linears, activation, *dropout), dropout2, norm2, bool(self.norm_first)
 
 
 class TransformerDecoderLayer(_Branches, torch.nn.TransformerDecoderLayer):
