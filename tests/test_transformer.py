@@ -374,6 +374,7 @@ def test_a_small_encoder_layer_is_one_call(norm_first, dtype, activation, dropou
 UNUSUAL = {
     "a hook": lambda layer: layer.linear2.register_forward_hook(lambda *_: None),
     "a hook on the projection": lambda layer: layer.self_attn.out_proj.register_forward_pre_hook(lambda *_: None),
+    "a projection that is wrapped": lambda layer: setattr(layer.self_attn, "out_proj", nn.Sequential(layer.self_attn.out_proj)),
     "a window": lambda layer: setattr(layer.self_attn, "window", (1, 0)),
     "a softcap": lambda layer: setattr(layer.self_attn, "softcap", 2.0),
     "rotary positions": lambda layer: setattr(layer.self_attn, "rotary", ft.RotaryPositions(E // H)),

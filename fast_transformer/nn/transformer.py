@@ -215,7 +215,8 @@ class TransformerEncoderLayer(_Branches, torch.nn.TransformerEncoderLayer):
         linears = (*weight_and_bias(linear1), *weight_and_bias(linear2))
         if norm1 is None or norm2 is None or not small(src, *linears, *norm1[:2], *norm2[:2]):
             return None
-        if not linears[2].shape[0] == attention.out_proj.weight.shape[0] == width:  # else what they return broadcasts
+        out_proj = attention.out_proj
+        if not plain(out_proj, LINEAR) or not linears[2].shape[0] == out_proj.weight.shape[0] == width:  # else they broadcast
             return None
         self_attention = attention._one_call(src, *masks)  # draws a seed, so comes last
         if self_attention is None:
