@@ -302,7 +302,7 @@ def runs():
             continue
         if backend.interpreted and (name[-1] == ")") != (returns == "output"):
             continue
-        if backend.interpreted and case.B > 8:  # for the groups of the CPU kernel; the interpreter takes batches one by one
+        if backend.interpreted and case.B > 2:  # for the groups of the CPU kernel; the interpreter takes batches one by one
             continue
         for dtype in backend.dtypes[:3] if name[-1] == ")" else backend.dtypes:
             if backend.interpreted and (returns, dtype) == ("mean-lse", f16):
