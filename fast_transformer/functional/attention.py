@@ -69,7 +69,8 @@ def attention(
         scale = query.shape[3] ** -0.5
     else:
         scale = check_number("scale", scale, "a finite number", -math.inf, math.inf, open_low=True)
-    softcap = check_softcap(softcap)
+    if softcap is not None:
+        softcap = check_softcap(softcap)
     dropout_p = check_probability("dropout_p", dropout_p)
     check_backend(backend, "cpu", "triton", "reference")
     if use("cpu", backend, None if quick and bias is None else why_not_cpu(query, key, value, bias)):
@@ -110,8 +111,9 @@ def _check_options(query, key, mask, bias, causal, query_offset, window, return_
         raise TypeError(f"query_offset must be an int, got {query_offset!r}")
     if not -_MAX_LENGTH < query_offset < _MAX_LENGTH:
         raise ValueError(f"query_offset must be in (-2**62, 2**62), got {query_offset}")
-    check_window(window)
-    if return_weights not in (None, "mean", "per_head"):
+    if window is not None:
+        check_window(window)
+    if return_weights is not None and return_weights not in ("mean", "per_head"):
         raise ValueError(f'return_weights must be None, "mean" or "per_head", got {return_weights!r}')
 
 
