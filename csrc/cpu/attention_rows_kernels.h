@@ -14,11 +14,12 @@ template <typename T>
 class RowsTask {
   using C = Compute<T>;
   static constexpr int n = kLanes<C>;
+  static constexpr int kBlock = 512;  // keys, if only one query reads them: long runs, which memory delivers fastest
 
   const AttentionForward& a_;
   const int64_t group_, rows_;         // heads that share a key head, and all their queries
   const int64_t block_;                // keys: if a second query reads them, as many as the first-level cache holds
-  const int64_t ahead_;                // rows from the one at work to the one that is fetched: 8 KiB, what memory needs in time
+  const int64_t ahead_;                // rows from the one at work to the one that is fetched: 4 KiB, what memory needs in time
   Buffer<C> query_, output_, scores_;  // output (rows, Dv), unnormalised
   Buffer<C> top_, sum_;                // (rows): as in ForwardTask
 
@@ -27,11 +28,11 @@ class RowsTask {
       : a_(a),
         group_(a.heads / a.kv_heads),
         rows_(group_ * a.L),
-        block_(rows_ > 1 ? kStrip : kKeys),
-        ahead_(8192 / ((a.D > a.Dv ? a.D : a.Dv) * (int64_t)sizeof(T)) + 1),
+        block_(rows_ > 1 ? kStrip : kBlock),
+        ahead_(4096 / ((a.D > a.Dv ? a.D : a.Dv) * (int64_t)sizeof(T)) + 1),
         query_(a.D),
         output_(rows_ * round_up(a.Dv, n)),
-        scores_(kKeys),
+        scores_(kBlock),
         top_(rows_),
         sum_(rows_) {}
 
@@ -44,11 +45,11 @@ class RowsTask {
     memset(output_, 0, rows_ * round_up(a_.Dv, n) * sizeof(C));
     KeyRange range(a_, 0, a_.L);
     range.without_padding(a_, batch, kv_head * group_, group_);
-    for (int64_t k = range.begin / block_ * block_; k < range.end; k += block_) {
+    for (int64_t k = range.begin / kStrip * kStrip; k < range.end; k += block_) {
       const int64_t keys = range.end - k < block_ ? range.end - k : block_;
       for (int64_t r = 0; r < rows_; ++r) {
         const int64_t head = kv_head * group_ + r / a_.L, query = r % a_.L;
-        uint32_t visible[kKeys / kStrip];
+        uint32_t visible[kBlock / kStrip];
         if (!find_visible(batch, head, query, k, keys, visible)) continue;
         score(head_of<T>(a_.query, batch, head)[query], {key[k], key.stride}, keys, r == 0);
         finish(batch, head, query, k, keys, visible);
@@ -75,7 +76,8 @@ class RowsTask {
     return seen != 0;
   }
 
-  // Fetches the part of a row whose time is `ahead_` rows later. It may lie past the tensor's end, where that does nothing.
+  // Fetches the row whose time is `ahead_` rows later: whole rows in their order, which memory delivers faster than parts of
+  // several. It may lie past the tensor's end, where that does nothing.
   static void fetch(const T* row, int64_t size) {
     for (int64_t c = 0; c < size; c += 64 / sizeof(T)) __builtin_prefetch(row + c);
   }
@@ -84,18 +86,26 @@ class RowsTask {
   void score(const T* query, Rows<const T> key, int64_t keys, bool first) {
     for_columns<C>(a_.D, [&](int64_t c, auto lanes) { store(query_ + c, lanes.load(query + c)); });
     constexpr int kTogether = n < 8 ? n : 8;
+    const int64_t ahead = ahead_ * key.stride;
     for (int64_t k = 0; k < keys; k += n) {
-      Vec<C> sums[n] = {};
+      Vec<C> sums[n];
 #pragma GCC unroll 2
       for (int part = 0; part < n; part += kTogether) {
         const T* row[kTogether];
-        for (int i = 0; i < kTogether; ++i) row[i] = key[k + part + i < keys ? k + part + i : k];
-        for (int i = 0; first && i < kTogether; ++i) fetch(row[i] + ahead_ * key.stride, a_.D);
+        Vec<C> dots[kTogether];
+#pragma GCC unroll 8
+        for (int i = 0; i < kTogether; ++i) {
+          row[i] = key[k + part + i < keys ? k + part + i : k];
+          dots[i] = Vec<C>{};
+        }
+        for (int i = 0; first && i < kTogether; ++i) fetch(row[i] + ahead, a_.D);
         for_columns<C>(a_.D, [&](int64_t c, auto lanes) {
           const Vec<C> q = load(query_ + c);
 #pragma GCC unroll 8
-          for (int i = 0; i < kTogether; ++i) sums[part + i] += q * lanes.load(row[i] + c);
+          for (int i = 0; i < kTogether; ++i) dots[i] += q * lanes.load(row[i] + c);
         });
+#pragma GCC unroll 8
+        for (int i = 0; i < kTogether; ++i) sums[part + i] = dots[i];
       }
       store(scores_ + k, lane_sums<C>(sums));
     }
@@ -132,7 +142,7 @@ class RowsTask {
       top_[r] = top;
     }
     const C offset = top == -INFINITY ? 0 : top;
-    uint32_t kept[kKeys / kStrip + kKeepStride];
+    uint32_t kept[kBlock / kStrip + kKeepStride];
     if (a_.dropout.on()) draw_keep_bits(a_.dropout, row, (uint32_t)(k / 8), keep_words(keys), kept);
     for (int64_t c = 0; c < keys; c += n) {
       const Vec<C> w = exp2((load(scores_ + c) - offset) * (C)kLog2E);
@@ -145,20 +155,26 @@ class RowsTask {
   // Adds the weighted rows of value, four vectors of columns at a time.
   void accumulate(int64_t r, Rows<const T> value, int64_t keys, bool first) {
     C* output = output_ + r * round_up(a_.Dv, n);
+    const int64_t ahead = ahead_ * value.stride;
     int64_t c = 0;
     for (; c + 4 * n <= a_.Dv; c += 4 * n) {
       Vec<C> even[4] = {}, odd[4] = {};  // two sums, so that a step need not wait for the one before it
+      const T* row = value.data + c;
       int64_t k = 0;
-      for (; k + 2 <= keys; k += 2) {
-        for (int i = 0; first && i < 2; ++i) fetch(value[k + i + ahead_] + c, 4 * n);
+      for (; k + 2 <= keys; k += 2, row += 2 * value.stride) {
+        const T* next = row + value.stride;
+        if (first && c == 0) {
+          fetch(row + ahead, a_.Dv);
+          fetch(next + ahead, a_.Dv);
+        }
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-          even[i] += scores_[k] * load(value[k] + c + i * n);
-          odd[i] += scores_[k + 1] * load(value[k + 1] + c + i * n);
+          even[i] += scores_[k] * load(row + i * n);
+          odd[i] += scores_[k + 1] * load(next + i * n);
         }
       }
       for (int i = 0; i < 4; ++i) {
-        if (k < keys) even[i] += scores_[k] * load(value[k] + c + i * n);
+        if (k < keys) even[i] += scores_[k] * load(row + i * n);
         store(output + c + i * n, load(output + c + i * n) + (even[i] + odd[i]));
       }
     }

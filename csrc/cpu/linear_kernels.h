@@ -39,9 +39,9 @@ class LinearTask {
   using C = Compute<T>;
   using P = Products<T>;
   static constexpr int n = kLanes<C>;
-  static constexpr int kX = n < 16 ? 2 : 4, kW = n / kX;  // rows of x and of weight in a tile
-  static constexpr int64_t kRows = 64;                    // of x at a time: they stay in the second-level cache
-  static constexpr int64_t kStretch = 32;                 // vectors of a row of weight at a time
+  static constexpr int kX = n < 16 ? 2 : 4, kW = n / kX;      // rows of x and of weight in a tile
+  static constexpr int64_t kRows = 64;                        // of x at a time: they stay in the second-level cache
+  static constexpr int64_t kStretch = 2048 / sizeof(Vec<C>);  // vectors of a row of weight at a time
 
   // Vectors [begin, end) of kW rows of weight, to be multiplied with `rows` rows of x.
   struct Stretch {
@@ -117,27 +117,38 @@ class LinearTask {
 
   template <int R>
   void multiply_tile(const Stretch& s, int64_t row, C* products) {
-    const T* weight[kW];
-    Vec<C> sums[n] = {};
+    // The tiles of a stretch share the work of fetching the next one, so that memory has something to do all the time: each its
+    // part in one go; of one row the only tile, step by step.
+    const bool alone = R == 1 && s.rows == 1;
+    const int64_t fetched = (kW * R + s.rows - 1) / s.rows, fetch = row / R * fetched, fetch_end = smaller(fetch + fetched, kW);
+    for (int64_t w = fetch; !alone && w < fetch_end; ++w)
+      for (int64_t k = s.begin * P::step; k < s.end * P::step; k += 64 / sizeof(T))
+        __builtin_prefetch(s.weight[w] + k + s.next);
+
     C* sums_so_far = sums_ + row * kW * n;
+    const T* weight[kW];
+    Vec<C> sums[n];
 #pragma GCC unroll 4
     for (int w = 0; w < kW; ++w) weight[w] = s.weight[w] + s.begin * P::step;
-    if (s.begin > 0)
 #pragma GCC unroll 16
-      for (int i = 0; i < R * kW; ++i) sums[i] = load(sums_so_far + i * n);
+    for (int i = 0; i < n; ++i) sums[i] = i < R * kW && s.begin > 0 ? load(sums_so_far + i * n) : Vec<C>{};
 
-    // The tiles of a stretch share the work of fetching the next one, so that memory has something to do all the time.
-    const int64_t fetched = (kW * R + s.rows - 1) / s.rows, fetch = row / R * fetched, fetch_end = smaller(fetch + fetched, kW);
-    const int64_t whole = smaller(s.end, a_.k / P::step) - s.begin;
     const C* x = x_ + (row * steps_ + s.begin * R) * n;
+    const int64_t whole = smaller(s.end, a_.k / P::step) - s.begin;
     for (int64_t i = 0; i < whole * P::step; i += P::step, x += R * n) {
-      for (int64_t w = fetch; w < fetch_end; ++w) __builtin_prefetch(s.weight[w] + s.begin * P::step + i + s.next);
+      if (alone)
 #pragma GCC unroll 4
-      for (int w = 0; w < kW; ++w) add<R>(sums + w, x, P::load(weight[w] + i));
+        for (int w = 0; w < kW; ++w) __builtin_prefetch(weight[w] + i + s.next);
+      Vec<C> vectors[kW];
+#pragma GCC unroll 4
+      for (int w = 0; w < kW; ++w) vectors[w] = P::load(weight[w] + i);
+      add<R>(sums, x, vectors);
     }
-    if (s.begin + whole < s.end)
-#pragma GCC unroll 4
-      for (int w = 0; w < kW; ++w) add<R>(sums + w, x, load_end(weight[w] + whole * P::step, a_.k % P::step));
+    if (s.begin + whole < s.end) {
+      Vec<C> vectors[kW];
+      for (int w = 0; w < kW; ++w) vectors[w] = load_end(weight[w] + whole * P::step, a_.k % P::step);
+      add<R>(sums, x, vectors);
+    }
 
     if (!s.last) {
 #pragma GCC unroll 16
@@ -149,11 +160,15 @@ class LinearTask {
     for (int r = 0; r < R; ++r) memcpy(products + r * kLinearColumns, (const C*)&totals + r * kW, kW * sizeof(C));
   }
 
-  // One vector of a row of weight with those of R rows of x.
+  // A vector of each row of weight times those of R rows of x.
   template <int R>
-  static void add(Vec<C>* sums, const C* x, Vec<C> weight) {
+  static void add(Vec<C> (&sums)[n], const C* x, const Vec<C> (&weight)[kW]) {
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) sums[r * kW] = P::multiply_add(sums[r * kW], load(x + r * n), weight);
+    for (int r = 0; r < R; ++r) {
+      const Vec<C> row = load(x + r * n);
+#pragma GCC unroll 4
+      for (int w = 0; w < kW; ++w) sums[r * kW + w] = P::multiply_add(sums[r * kW + w], row, weight[w]);
+    }
   }
 
   template <typename Curve>

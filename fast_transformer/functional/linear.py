@@ -15,7 +15,7 @@ _cpu = ops.build_info() or {"cpu_levels": [], "cpu_is_amd": False}
 if "avx512" in _cpu["cpu_levels"]:
     FEW_ROWS = {torch.float32: 64, torch.bfloat16: 32, torch.float16: 64, torch.float64: 64}
 elif "avx2" in _cpu["cpu_levels"]:
-    FEW_ROWS = {torch.float32: 12, torch.bfloat16: math.inf, torch.float16: math.inf, torch.float64: 4}
+    FEW_ROWS = {torch.float32: 32, torch.bfloat16: math.inf, torch.float16: math.inf, torch.float64: 4}
 else:
     FEW_ROWS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 4, torch.float64: 4}
 # Products from which `linear` takes oneDNN. MKL, which is behind F.linear, is half as fast where it leaves AVX-512 unused, and
