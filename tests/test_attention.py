@@ -420,12 +420,12 @@ LENGTHS = [1, 2, 4, 5, 16, 17, 63, 64, 65, 127, 128, 129, 200]  # around the siz
 
 
 @st.composite
-def any_call(draw, lengths=LENGTHS):
+def any_call(draw, queries=LENGTHS, keys=LENGTHS, sizes=(1, 3, 8, 20, 32, 64, 80, 128)):
     """Shapes, options and a seed for everything random."""
     B, Hkv, groups = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    L, S = draw(st.sampled_from(lengths)), draw(st.sampled_from(lengths))
-    sizes = st.sampled_from([1, 3, 8, 20, 32, 64, 80, 128])
-    shape = dict(B=B, H=Hkv * groups, Hkv=Hkv, L=L, S=S, D=draw(sizes), Dv=draw(sizes))
+    L, S = draw(st.sampled_from(queries)), draw(st.sampled_from(keys))
+    D, Dv = draw(st.sampled_from(sizes)), draw(st.sampled_from(sizes))
+    shape = dict(B=B, H=Hkv * groups, Hkv=Hkv, L=L, S=S, D=D, Dv=Dv)
     full = (B, Hkv * groups, L, S)
     patterns = st.none() | st.tuples(*(st.sampled_from([1, n]) for n in full))
     side = st.none() | st.integers(0, 150)
@@ -464,8 +464,16 @@ def test_any_combination_on_every_instruction_set(level, dtype, call, one_stream
     check_any_combination(Backend("cpu"), dtype, call)
 
 
+@need_extension
+@pytest.mark.parametrize("dtype", [f32, bf16, f16, f64], ids=str)
+@given(call=any_call(queries=[1, 2, 4], keys=[300, 511, 513, 1025, 1500], sizes=[20, 64, 80]))  # many errors, one largest
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_few_queries_and_many_keys_on_every_instruction_set(level, dtype, call, one_stream):
+    check_any_combination(Backend("cpu"), dtype, call)
+
+
 @pytest.mark.parametrize("dtype", BACKENDS[-1].dtypes, ids=str)
-@given(call=any_call(lengths=[1, 2, 17, 33, 64, 65]))
+@given(call=any_call(queries=[1, 2, 17, 33, 64, 65], keys=[1, 2, 17, 33, 64, 65]))
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_combination_in_triton(dtype, call, one_stream):
     check_any_combination(BACKENDS[-1], dtype, call)

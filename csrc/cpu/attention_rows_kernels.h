@@ -54,7 +54,8 @@ class RowsTask {
         score(head_of<T>(a_.query, batch, head)[query], {key[k], key.stride}, keys, r == 0);
         finish(batch, head, query, k, keys, visible);
         weigh(r, (batch * a_.heads + head) * a_.L + query, k, keys);
-        accumulate(r, {value[k], value.stride}, keys, r == 0);
+        for (int64_t i = 0; i < keys; i += kKeys)  // sums of few terms, which are added up: shorter sums are more exact
+          accumulate(r, scores_ + i, {value[k + i], value.stride}, keys - i < kKeys ? keys - i : kKeys, r == 0);
       }
     }
     for (int64_t r = 0; r < rows_; ++r) write(r, batch, kv_head * group_ + r / a_.L, r % a_.L);
@@ -153,7 +154,7 @@ class RowsTask {
   }
 
   // Adds the weighted rows of value, four vectors of columns at a time.
-  void accumulate(int64_t r, Rows<const T> value, int64_t keys, bool first) {
+  void accumulate(int64_t r, const C* weights, Rows<const T> value, int64_t keys, bool first) {
     C* output = output_ + r * round_up(a_.Dv, n);
     const int64_t ahead = ahead_ * value.stride;
     int64_t c = 0;
@@ -169,19 +170,19 @@ class RowsTask {
         }
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-          even[i] += scores_[k] * load(row + i * n);
-          odd[i] += scores_[k + 1] * load(next + i * n);
+          even[i] += weights[k] * load(row + i * n);
+          odd[i] += weights[k + 1] * load(next + i * n);
         }
       }
       for (int i = 0; i < 4; ++i) {
-        if (k < keys) even[i] += scores_[k] * load(row + i * n);
+        if (k < keys) even[i] += weights[k] * load(row + i * n);
         store(output + c + i * n, load(output + c + i * n) + (even[i] + odd[i]));
       }
     }
     for_columns<C>(a_.Dv - c, [&](int64_t rest, auto lanes) {
-      Vec<C> sum = load(output + c + rest);
-      for (int64_t k = 0; k < keys; ++k) sum += scores_[k] * lanes.load(value[k] + c + rest);
-      store(output + c + rest, sum);
+      Vec<C> sum = {};
+      for (int64_t k = 0; k < keys; ++k) sum += weights[k] * lanes.load(value[k] + c + rest);
+      store(output + c + rest, load(output + c + rest) + sum);
     });
   }
 
