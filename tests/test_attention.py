@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import TOLERANCES, assert_accurate, drawn_keep_mask, keep_count_is_likely, need_extension, randn
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
@@ -464,9 +464,19 @@ def test_any_combination_on_every_instruction_set(level, dtype, call, one_stream
     check_any_combination(Backend("cpu"), dtype, call)
 
 
+# One query a key head, which takes the longest blocks of keys; the window begins within one.
+ONE_QUERY = (
+    dict(B=2, H=2, Hkv=2, L=1, S=1500, D=64, Dv=80),
+    *((2, 1, 1, 1500), (1, 2, 1, 1500)),
+    dict(causal=False, query_offset=1400, window=(1111, 50), scale=None, softcap=None, dropout_p=0.3),
+    *("output", 3),
+)
+
+
 @need_extension
 @pytest.mark.parametrize("dtype", [f32, bf16, f16, f64], ids=str)
 @given(call=any_call(queries=[1, 2, 4], keys=[300, 511, 513, 1025, 1500], sizes=[20, 64, 80]))  # many errors, one largest
+@example(call=ONE_QUERY)
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_few_queries_and_many_keys_on_every_instruction_set(level, dtype, call, one_stream):
     check_any_combination(Backend("cpu"), dtype, call)
