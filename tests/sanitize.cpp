@@ -67,6 +67,12 @@ void run(const Kernels& kernels, int dtype, int64_t rows, int64_t n, const Dropo
   }
 }
 
+template <typename Args>
+void run_tasks(void (*kernel)(const Args&, Tasks&), const Args& args, int64_t count) {
+  Tasks tasks(count, 1);
+  kernel(args, tasks);
+}
+
 struct Results : std::vector<uint8_t> {
   explicit Results(int64_t n) : std::vector<uint8_t>(n, 0xFF) {}
 
@@ -119,21 +125,21 @@ void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int6
   if (options & 8) p.dropout = Dropout(0.3, 7);
 
   AttentionForward forward = {p, {out.data(), H * L * Dv, L * Dv, Dv}, lse.data(), 1, mean.data(), 0, 0.5, false};
-  kernels.attention_rows[dtype](forward, 0, 1);
+  run_tasks(kernels.attention_rows[dtype], forward, 1);
   out.check(type, "output (rows)");
   std::fill(out.begin(), out.end(), 0xFF);
-  kernels.attention_forward[dtype](forward, 0, 1);
+  run_tasks(kernels.attention_forward[dtype], forward, 1);
   out.check(type, "output");
   lse.check(wide_type, "lse");
   std::fill(out.begin(), out.end(), 0xFF);
   forward.groups = 1;
-  kernels.attention_forward[dtype](forward, 0, (L + kQueries - 1) / kQueries);
+  run_tasks(kernels.attention_forward[dtype], forward, (L + kQueries - 1) / kQueries);
   out.check(type, "output beside weights");
   mean.check(type, "weights");
 
   const Scores weights_grad = {grad_weights.data(), type, 0, 0, S, 1};
   AttentionWeightSums pass = {p, lse.data(), weights_grad, 0.5, weight_sums.data()};
-  kernels.attention_weight_sums[dtype](pass, 0, H * ((L + kQueries - 1) / kQueries));
+  run_tasks(kernels.attention_weight_sums[dtype], pass, H * ((L + kQueries - 1) / kQueries));
   weight_sums.check(wide_type, "sums of the weights");
 
   const bool dense = rows != 1 && S != 1;
@@ -162,7 +168,7 @@ void run_attention(const Kernels& kernels, int dtype, int64_t L, int64_t S, int6
                             dense && bias_heads == 1};
     backward.batch_tasks = backward.head_tasks = 1;
     backward.chunks = chunks;
-    kernels.attention_backward[dtype](backward, 0, chunks);
+    run_tasks(kernels.attention_backward[dtype], backward, chunks);
     if (chunks > 1)
       parts.check(wide_type, "parts of the gradient of query");
     else
@@ -183,10 +189,10 @@ void run_additive(const Kernels& kernels, int dtype, int64_t L, int64_t S, int64
   const auto blocks = [](int64_t length, int64_t block) { return (length + block - 1) / block; };
 
   AdditiveForward forward = {p, scores.data()};
-  kernels.additive_forward[dtype](forward, 0, batch * blocks(L, kAdditiveQueries) * blocks(S, kAdditiveKeys));
+  run_tasks(kernels.additive_forward[dtype], forward, batch * blocks(L, kAdditiveQueries) * blocks(S, kAdditiveKeys));
   scores.check(wide_type, "additive scores");
   AdditiveBackward backward = {p, grad.data(), grad_query.data(), grad_key.data(), partials.data()};
-  kernels.additive_backward[dtype](backward, 0, batch * blocks(D, kAdditiveColumns));
+  run_tasks(kernels.additive_backward[dtype], backward, batch * blocks(D, kAdditiveColumns));
   kernels.sum_blocks[dtype](partials.data(), grad_weight.data(), batch, D);
   grad_query.check(type, "gradient of an additive query");
   grad_key.check(type, "gradient of an additive key");

@@ -1,5 +1,4 @@
 // Torch glue of the CPU kernels in additive_attention_kernels.h: tensors, tasks for the threads, registration.
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -8,6 +7,7 @@
 #include "../checks.h"
 #include "allocate.h"
 #include "dispatch.h"
+#include "tasks.h"
 
 namespace ft {
 namespace {
@@ -43,10 +43,8 @@ struct Call {
 };
 
 template <typename Args>
-void for_tasks(const Args& args, int64_t tasks, void (*kernel)(const Args&, int64_t, int64_t)) {
-  if (tasks == 0) return;
-  const int64_t work = args.batch * args.L * args.S * args.D / tasks;
-  at::parallel_for(0, tasks, kLeastWork / (work + 1) + 1, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+void run(const Args& args, int64_t tasks, void (*kernel)(const Args&, Tasks&)) {
+  share_tasks(args, tasks, args.batch * args.L * args.S * args.D, kLeastWork, kernel);
 }
 
 Tensor additive_scores(const Tensor& query, const Tensor& key, const Tensor& weight) {
@@ -55,7 +53,7 @@ Tensor additive_scores(const Tensor& query, const Tensor& key, const Tensor& wei
   Tensor scores = empty({args.batch, args.L, args.S}, query.options().dtype(compute_type(query)));
   args.scores = scores.mutable_data_ptr();
   const int64_t tasks = args.batch * blocks(args.L, kAdditiveQueries) * blocks(args.S, kAdditiveKeys);
-  for_tasks(args, tasks, kernels().additive_forward[static_cast<int>(dtype_of(query))]);
+  run(args, tasks, kernels().additive_forward[static_cast<int>(dtype_of(query))]);
   return scores;
 }
 
@@ -74,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> additive_scores_backward(const Tensor& grad, 
   args.grad_query = grad_query.mutable_data_ptr();
   args.grad_key = grad_key.mutable_data_ptr();
   args.weight_partials = partials.mutable_data_ptr();
-  for_tasks(args, args.batch * blocks(args.D, kAdditiveColumns), kernels().additive_backward[dtype]);
+  run(args, args.batch * blocks(args.D, kAdditiveColumns), kernels().additive_backward[dtype]);
   kernels().sum_blocks[dtype](args.weight_partials, grad_weight.mutable_data_ptr(), args.batch, args.D);
   return {grad_query, grad_key, grad_weight.to(weight.scalar_type())};
 }

@@ -34,7 +34,7 @@ inline Vec<C> lanes_of_score(const C* query, const C* key, const C* weight, int6
 }
 
 template <typename T>
-void additive_forward(const AdditiveForward& a, int64_t begin_task, int64_t end_task) {
+void additive_forward(const AdditiveForward& a, Tasks& tasks) {
   using C = Compute<T>;
   constexpr int64_t group = kLanes<C>;  // keys whose scores make a vector
   const int64_t width = (a.D + kLanes<C> - 1) / kLanes<C> * kLanes<C>;
@@ -42,7 +42,7 @@ void additive_forward(const AdditiveForward& a, int64_t begin_task, int64_t end_
   widen((const T*)a.weight, a.D, weight);
   const int64_t key_blocks = (a.S + kAdditiveKeys - 1) / kAdditiveKeys;
   const int64_t query_blocks = (a.L + kAdditiveQueries - 1) / kAdditiveQueries;
-  for (int64_t task = begin_task; task < end_task; ++task) {
+  for_tasks(tasks, [&](int64_t task, bool) {
     const int64_t batch = task / key_blocks / query_blocks;
     const int64_t first_query = task / key_blocks % query_blocks * kAdditiveQueries,
                   first_key = task % key_blocks * kAdditiveKeys;
@@ -59,7 +59,7 @@ void additive_forward(const AdditiveForward& a, int64_t begin_task, int64_t end_
         lanes.store(scores + l * a.S + s, lane_sums<C>(sums));
       }
     });
-  }
+  });
 }
 
 // A vector of columns of all keys and of the sums that make their gradient.
@@ -98,13 +98,13 @@ inline void backward_rows(const KeyColumns<C>& keys, const C* grad, const Vec<C>
 }
 
 template <typename T>
-void additive_backward(const AdditiveBackward& a, int64_t begin_task, int64_t end_task) {
+void additive_backward(const AdditiveBackward& a, Tasks& tasks) {
   using C = Compute<T>;
   constexpr int kRows = 4;
   Buffer<C> key(a.S * kLanes<C>), key_sums(a.S * kLanes<C>);
   const KeyColumns<C> keys = {key, key_sums, a.S};
   const int64_t tasks_per_batch = (a.D + kAdditiveColumns - 1) / kAdditiveColumns;
-  for (int64_t task = begin_task; task < end_task; ++task) {
+  for_tasks(tasks, [&](int64_t task, bool) {
     const int64_t batch = task / tasks_per_batch, first = task % tasks_per_batch * kAdditiveColumns;
     const C* grad = (const C*)a.grad + batch * a.L * a.S;
     T *grad_query = (T*)a.grad_query + batch * a.L * a.D, *grad_key = (T*)a.grad_key + batch * a.S * a.D;
@@ -127,7 +127,7 @@ void additive_backward(const AdditiveBackward& a, int64_t begin_task, int64_t en
       for (int64_t s = 0; s < a.S; ++s) lanes.store(grad_key + s * a.D + col, weight * load(key_sums + s * kLanes<C>));
       lanes.store((C*)a.weight_partials + batch * a.D + col, weight_sums);
     });
-  }
+  });
 }
 
 }  // namespace FT_LEVEL

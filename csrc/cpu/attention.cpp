@@ -1,5 +1,4 @@
 // Torch glue of the CPU kernels in attention_*_kernels.h: tensors, tasks for the threads, registration.
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include "../checks.h"
 #include "allocate.h"
 #include "dispatch.h"
+#include "tasks.h"
 
 namespace ft {
 namespace {
@@ -82,10 +82,8 @@ struct Call {
 };
 
 template <typename Args>
-void for_tasks(const Args& args, int64_t tasks, void (*kernel)(const Args&, int64_t, int64_t)) {
-  if (tasks == 0) return;
-  const int64_t work = args.batch * args.heads * args.L * args.S / tasks * (args.D + args.Dv);
-  at::parallel_for(0, tasks, kLeastWork / (work + 1) + 1, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+void run(const Args& args, int64_t tasks, void (*kernel)(const Args&, Tasks&)) {
+  share_tasks(args, tasks, args.batch * args.heads * args.L * args.S * (args.D + args.Dv), kLeastWork, kernel);
 }
 
 // Into how many groups to put the heads whose weights are averaged: a task adds up one of them, and tasks should be many.
@@ -117,18 +115,18 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& query, const Tensor& 
     args.wide = !per_head && args.groups > 1;
     weights = empty({args.batch, args.groups, args.L, args.S}, args.wide ? wide : query.options());
     args.weights = weights.mutable_data_ptr();
-    for_tasks(args, args.groups * query_blocks, kernels().attention_forward[dtype]);
+    run(args, args.groups * query_blocks, kernels().attention_forward[dtype]);
     if (args.wide)
       weights = weights.sum(1).to(query.scalar_type());
     else if (!per_head)
       weights = weights.squeeze(1);
   } else if (args.L <= kFewQueries) {
     args.chunks = 1;
-    for_tasks(args, kv_heads, kernels().attention_rows[dtype]);
+    run(args, kv_heads, kernels().attention_rows[dtype]);
   } else {
     const int64_t wanted = blocks(4 * at::get_num_threads(), std::max<int64_t>(kv_heads, 1));
     args.chunks = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(blocks(args.L, kQueries), 1));
-    for_tasks(args, kv_heads * args.chunks, kernels().attention_forward[dtype]);
+    run(args, kv_heads * args.chunks, kernels().attention_forward[dtype]);
   }
   return {out, weights, lse};
 }
@@ -214,7 +212,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     args.grad_weights_scale = per_head ? 1.0 : 1.0 / static_cast<double>(args.heads);
     args.weight_sums = weight_sums.const_data_ptr();
     AttentionWeightSums pass = {args, args.lse, args.grad_weights, args.grad_weights_scale, weight_sums.mutable_data_ptr()};
-    for_tasks(pass, args.batch * args.heads * blocks(args.L, kQueries), kernels().attention_weight_sums[dtype]);
+    run(pass, args.batch * args.heads * blocks(args.L, kQueries), kernels().attention_weight_sums[dtype]);
   }
 
   Tensor grad_query = empty_heads(query, args.batch, args.heads, args.L, args.D);
@@ -234,7 +232,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     query_parts = at::empty({args.chunks, args.batch, args.heads, args.L, args.D}, log_sums.options());
     args.grad_query_parts = query_parts.mutable_data_ptr();
   }
-  for_tasks(args, args.batch_tasks * args.head_tasks * args.chunks, kernels().attention_backward[dtype]);
+  run(args, args.batch_tasks * args.head_tasks * args.chunks, kernels().attention_backward[dtype]);
   if (args.chunks > 1) grad_query.copy_(query_parts.sum(0));
   if (bias_grad) {
     if (grad_bias.numel() != bias->numel()) grad_bias = at::sum_to(grad_bias.sum(2), bias->sizes());

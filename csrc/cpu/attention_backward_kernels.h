@@ -391,7 +391,7 @@ class BackwardTask {
 };
 
 template <typename T>
-void attention_backward(const AttentionBackward& a, int64_t begin_task, int64_t end_task) {
+void attention_backward(const AttentionBackward& a, Tasks& tasks) {
   BackwardTask<T> task(a);
   const int64_t batches = a.batch / a.batch_tasks, heads = a.kv_heads / a.head_tasks, steps = batches * heads;
   const auto step_at = [&](int64_t i) -> BackwardStep {
@@ -399,10 +399,12 @@ void attention_backward(const AttentionBackward& a, int64_t begin_task, int64_t 
     const int64_t task_batch = index / a.chunks / a.head_tasks;
     return {task_batch * batches + i % steps / heads, task_head * heads + i % heads, chunk};
   };
-  for (int64_t i = begin_task * steps; i < end_task * steps; ++i) {
-    const BackwardStep next = step_at(i + 1);
-    task.run(step_at(i), i + 1 < end_task * steps ? &next : nullptr);
-  }
+  for_tasks(tasks, [&](int64_t i, bool another) {
+    for (int64_t step = i * steps; step < (i + 1) * steps; ++step) {
+      const BackwardStep next = step_at(step + 1);
+      task.run(step_at(step), another || step + 1 < (i + 1) * steps ? &next : nullptr);
+    }
+  });
 }
 
 }  // namespace FT_LEVEL

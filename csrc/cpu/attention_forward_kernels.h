@@ -297,14 +297,14 @@ class ForwardTask {
 };
 
 template <typename T>
-void attention_forward(const AttentionForward& a, int64_t begin_task, int64_t end_task) {
+void attention_forward(const AttentionForward& a, Tasks& tasks) {
   ForwardTask<T> task(a);
-  for (int64_t i = begin_task; i < end_task; ++i) {
+  for_tasks(tasks, [&](int64_t i, bool another) {
     if (a.groups)
       task.run_with_weights(i);
     else
-      task.run(i, i + 1 < end_task);
-  }
+      task.run(i, another);
+  });
 }
 
 }  // namespace FT_LEVEL

@@ -198,9 +198,9 @@ class RowsTask {
 };
 
 template <typename T>
-void attention_rows(const AttentionForward& a, int64_t begin_task, int64_t end_task) {
+void attention_rows(const AttentionForward& a, Tasks& tasks) {
   RowsTask<T> task(a);
-  for (int64_t i = begin_task; i < end_task; ++i) task.run(i / a.kv_heads, i % a.kv_heads);
+  for_tasks(tasks, [&](int64_t i, bool) { task.run(i / a.kv_heads, i % a.kv_heads); });
 }
 
 }  // namespace FT_LEVEL

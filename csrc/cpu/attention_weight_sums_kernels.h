@@ -72,9 +72,9 @@ class WeightSumsTask {
 };
 
 template <typename T>
-void attention_weight_sums(const AttentionWeightSums& a, int64_t begin_task, int64_t end_task) {
+void attention_weight_sums(const AttentionWeightSums& a, Tasks& tasks) {
   WeightSumsTask<T> task(a);
-  for (int64_t i = begin_task; i < end_task; ++i) task.run(i);
+  for_tasks(tasks, [&](int64_t i, bool) { task.run(i); });
 }
 
 }  // namespace FT_LEVEL

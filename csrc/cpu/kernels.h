@@ -132,6 +132,21 @@ constexpr int64_t kLinearColumns = 16;
 constexpr int64_t kChunk = 4096;
 inline int64_t chunks_per_row(int64_t n) { return (n + kChunk - 1) / kChunk; }
 
+// The tasks of a call, numbered from 0. A thread takes a range of them when it has none, a shorter one as fewer are left: so
+// all end together, however fast each core is and whatever else it has to do.
+class Tasks {
+ public:
+  struct Range {
+    int64_t begin, end;
+  };
+  Tasks(int64_t count, int64_t threads) : count_(count), threads_(threads) {}
+  bool take(Range& range);  // false if none are left
+
+ private:
+  const int64_t count_, threads_;
+  int64_t next_ = 0;
+};
+
 struct Kernels {
   const char* name;
   void (*layer_norm_forward[2][kDTypes])(const LayerNormForward&, int64_t begin_row, int64_t end_row);  // [wide_residual]
@@ -139,12 +154,12 @@ struct Kernels {
   void (*activation_forward[kDTypes])(const ActivationArgs&, int64_t begin_chunk, int64_t end_chunk);
   void (*activation_backward[kDTypes])(const ActivationArgs&, int64_t begin_chunk, int64_t end_chunk);
   void (*activation_backward_block[kDTypes])(const ActivationArgs&, const RowBlocks&, int64_t block);
-  void (*attention_forward[kDTypes])(const AttentionForward&, int64_t begin_task, int64_t end_task);
-  void (*attention_rows[kDTypes])(const AttentionForward&, int64_t begin_task, int64_t end_task);
-  void (*attention_weight_sums[kDTypes])(const AttentionWeightSums&, int64_t begin_task, int64_t end_task);
-  void (*attention_backward[kDTypes])(const AttentionBackward&, int64_t begin_task, int64_t end_task);
-  void (*additive_forward[kDTypes])(const AdditiveForward&, int64_t begin_task, int64_t end_task);
-  void (*additive_backward[kDTypes])(const AdditiveBackward&, int64_t begin_task, int64_t end_task);
+  void (*attention_forward[kDTypes])(const AttentionForward&, Tasks&);
+  void (*attention_rows[kDTypes])(const AttentionForward&, Tasks&);
+  void (*attention_weight_sums[kDTypes])(const AttentionWeightSums&, Tasks&);
+  void (*attention_backward[kDTypes])(const AttentionBackward&, Tasks&);
+  void (*additive_forward[kDTypes])(const AdditiveForward&, Tasks&);
+  void (*additive_backward[kDTypes])(const AdditiveBackward&, Tasks&);
   void (*linear[kDTypes])(const LinearArgs&, int64_t begin_task, int64_t end_task);
   void (*sum_blocks[kDTypes])(const void* partials, void* out, int64_t count, int64_t n);
 };

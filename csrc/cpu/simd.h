@@ -356,6 +356,13 @@ struct Buffer {
   operator T*() const { return data; }
 };
 
+// body(task, another) for each task that this thread takes; another: it goes on with the task that follows.
+template <typename Body>
+inline void for_tasks(Tasks& tasks, Body body) {
+  for (Tasks::Range range; tasks.take(range);)
+    for (int64_t task = range.begin; task < range.end; ++task) body(task, task + 1 < range.end);
+}
+
 // A row of a tensor of T, or null.
 template <typename T>
 inline const T* row_of(const ConstRows& rows, int64_t row) {
