@@ -706,6 +706,16 @@ def test_strides(backend, layout):
         close(got, expected)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "BLHD"])
+@pytest.mark.parametrize("backend", BACKENDS[1:], ids=str)
+def test_gradients_lie_as_their_inputs(backend, layout):
+    """Autograd copies a gradient that does not, before it keeps it."""
+    inputs = [torch.randn(2, n, 9, 8, device=backend.device) for n in (4, 2, 2)]
+    inputs = [LAYOUTS.get(layout, lambda x: x)(x).requires_grad_() for x in inputs]
+    grads = torch.autograd.grad(attention(*inputs, backend=backend.name).sum(), inputs)
+    assert [g.stride() for g in grads] == [x.stride() for x in inputs]
+
+
 @every_backend
 def test_views_of_a_fused_projection_share_one_gradient(backend):
     fused = torch.randn(2, 9, 3, 4, 8, device=backend.device, requires_grad=True)  # (B, L, 3, H, D)

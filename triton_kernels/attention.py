@@ -66,6 +66,11 @@ def heads(like: Tensor, size: int) -> Tensor:
     return like.new_empty_strided((B, H, L, size), (L * H * size, size, H * size, 1))
 
 
+def gradient(x: Tensor) -> Tensor:
+    """A gradient of x: contiguous if x is, so that autograd need not copy it, else as `heads`."""
+    return torch.empty_like(x) if x.is_contiguous() else heads(x, x.shape[3])
+
+
 class Call:
     """What the kernels of one call have in common."""
 
@@ -231,7 +236,7 @@ def attention_backward(
         **options,
     )
     shared = (*call.inputs, matrices(grad_out), grad_weights, lse, delta)
-    grad_query = heads(query, call.D)
+    grad_query = gradient(query)
     query_kernel[(programs,)](
         *(*shared, matrices(grad_query), ranges, *descriptors(key, value, tile.block_n), *call.rules, scale),
         **options,
@@ -243,7 +248,7 @@ def attention_backward(
     if bias_grad and not any(summed):
         grad_bias = torch.zeros(full, dtype=bias.dtype, device=bias.device)
     tile = call.tile("key_value")
-    grad_key, grad_value = heads(key, call.D), heads(value, call.Dv)
+    grad_key, grad_value = gradient(key), gradient(value)
     key_value_kernel[(B * call.kv_heads * triton.cdiv(S, tile.block_n),)](
         *(*shared, matrices(grad_key), matrices(grad_value), matrices(grad_bias) if grad_bias.numel() else None),
         *(call.ranges(tile.block_n, of_keys=True), *descriptors(query, grad_out, tile.block_m)),

@@ -37,6 +37,11 @@ Tensor empty_heads(const Tensor& like, int64_t batch, int64_t heads, int64_t len
   return empty_strided({batch, heads, length, size}, {length * heads * size, size, heads * size, 1}, like.options());
 }
 
+// A gradient lies as what it belongs to, if that is contiguous: autograd would copy it to that. Else like a result.
+Tensor empty_gradient(const Tensor& x) {
+  return x.is_contiguous() ? empty(x.sizes(), x.options()) : empty_heads(x, x.size(0), x.size(1), x.size(2), x.size(3));
+}
+
 // The call's tensors in a shape the kernels take, kept alive while they run, and the problem they make.
 struct Call {
   Tensor query, key, value, mask, bias;
@@ -215,9 +220,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     run(pass, args.batch * args.heads * blocks(args.L, kQueries), kernels().attention_weight_sums[dtype]);
   }
 
-  Tensor grad_query = empty_heads(query, args.batch, args.heads, args.L, args.D);
-  Tensor grad_key = empty_heads(key, args.batch, args.kv_heads, args.S, args.D);
-  Tensor grad_value = empty_heads(value, args.batch, args.kv_heads, args.S, args.Dv);
+  Tensor grad_query = empty_gradient(query), grad_key = empty_gradient(key), grad_value = empty_gradient(value);
   args.grad_query = heads(grad_query);
   args.grad_key = heads(grad_key);
   args.grad_value = heads(grad_value);

@@ -58,6 +58,11 @@ def _heads(like: Tensor, size: int) -> Tensor:
     return like.new_empty_strided((B, H, L, size), (L * H * size, size, H * size, 1))
 
 
+def _gradient(x: Tensor) -> Tensor:
+    """A gradient of x, as the ops return it: contiguous if x is, so that autograd need not copy it, else as `_heads`."""
+    return torch.empty_like(x) if x.is_contiguous() else _heads(x, x.shape[3])
+
+
 def _forward_fake(query, key, value, mask, bias, first, last, scale, softcap, dropout_p, seed, return_weights, with_lse):
     check_devices(query, key, value, mask, bias, seed)
     (B, H, L, _), S = query.shape, key.shape[2]
@@ -69,7 +74,7 @@ def _forward_fake(query, key, value, mask, bias, first, last, scale, softcap, dr
 def _backward_fake(grad_out, grad_weights, grad_lse, query, key, value, mask, bias, *rest):
     check_devices(grad_out, grad_weights, grad_lse, query, key, value, mask, bias)
     grad_bias = torch.empty_like(bias, memory_format=torch.contiguous_format) if rest[-1] else query.new_empty(0)
-    return *(_heads(x, x.shape[3]) for x in (query, key, value)), grad_bias
+    return *map(_gradient, (query, key, value)), grad_bias
 
 
 def _backward_recorded(
