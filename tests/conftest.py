@@ -2,6 +2,8 @@
 
 import os
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests run side by side: a thread that spins keeps others from its core
+
 import pytest
 import torch
 from hypothesis import settings
@@ -10,6 +12,8 @@ from fast_transformer import ops
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # the Triton kernels run on CPU tensors; to be set before they are imported
+    if ops.triton_missing is None:
+        import triton_interpreter  # noqa: F401
 
 # Derandomised: a property that fails here fails everywhere, and no example is remembered between two runs.
 settings.register_profile("fast_transformer", max_examples=25, deadline=None, derandomize=True, database=None)
