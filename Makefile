@@ -1,4 +1,4 @@
-# make setup · make demo · make test · make bench · make sanitize · make lint · make cuda-check (wants nvcc)
+# make setup · make demo · make test · make bench · make sanitize · make emulate · make lint · make cuda-check (wants nvcc)
 # Each does everything it needs, on a fresh machine too.
 PYTHON ?= python3
 VENV := .venv
@@ -42,6 +42,10 @@ sanitize: $(SANITIZED)
 	$(CXX) $(SANITIZE) $(SANITIZED) -o build/sanitize/run
 	build/sanitize/run
 
+# The levels of AVX-512 and AMX where there is only AVX2.
+emulate: setup
+	$(RUN)/python tests/avx512_on_avx2/run.py
+
 # The whole extension against a CUDA build of torch (5.5 GB, in a venv of its own), with nvcc and without a GPU.
 CUDA_TORCH ?= 2.14.1
 CUDA_VENV := .venv-cuda-$(CUDA_TORCH)
@@ -57,6 +61,6 @@ cuda-check: $(CUDA_VENV)/.torch
 lint: $(VENV)/.installed
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
-	$(RUN)/clang-format --dry-run -Werror $(CPP) tests/*.cpp tests/cuda_on_cpu/*
+	$(RUN)/clang-format --dry-run -Werror $(CPP) tests/*.cpp tests/cuda_on_cpu/* tests/avx512_on_avx2/*.h
 
-.PHONY: setup demo test bench sanitize cuda-check lint
+.PHONY: setup demo test bench sanitize emulate cuda-check lint
