@@ -1,0 +1,87 @@
+"""Attention of Hugging Face models (transformers >= 5) through `functional.attention`.
+
+    from fast_transformer.integrations import hugging_face
+
+    hugging_face.register()
+    model = AutoModel.from_pretrained(name, attn_implementation="fast_transformer")  # or model.set_attn_implementation(...)
+
+It takes the place of "sdpa", and takes what that leaves to "eager" or to a slower path: attention weights
+(`output_attentions=True`), softcaps (Gemma 2), sinks (GPT-OSS), dropout, and position biases that learn (T5). Grouped-query
+heads are read where they lie, never repeated.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from .. import functional
+
+NAME = "fast_transformer"
+
+
+def register() -> None:
+    """Makes "fast_transformer" a name that every model of transformers takes as `attn_implementation`."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # bool, True = attend, or None where is_causal says it all
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    output_attentions: bool | None = False,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """What a model's attention module calls; the arguments are those of transformers' own attention functions.
+
+    Args:
+        module: the attention module; its `is_causal` counts where the argument is None.
+        query: (B, H, L, D).
+        key: (B, Hkv, S, D).
+        value: (B, Hkv, S, Dv).
+        attention_mask: None, bool (True = attend) or float (added to the scores), broadcastable to (B, H, L, S).
+        dropout: probability with which a weight is dropped.
+        scaling: factor of the scores, 1/sqrt(D) by default.
+        is_causal: without a mask, query i sees keys up to i. A mask says by itself what is seen, as does a single query.
+        position_bias: added to the scaled scores, broadcastable to (B, H, L, S); differentiable.
+        softcap: scores become softcap * tanh(score / softcap).
+        s_aux: (H), the sinks: a score for each head that takes part in the softmax and leads nowhere; differentiable.
+        output_attentions: whether to return the weights.
+        kwargs: what other attention functions take (sliding windows, which the mask already says, sequence lengths).
+
+    Returns:
+        (B, L, H, Dv), contiguous, and the weights (B, H, L, S) or None.
+    """
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    mask, bias = attention_mask, position_bias
+    if mask is not None and mask.dtype != torch.bool:
+        mask, bias = None, mask if bias is None else bias + mask
+    out, *rest = functional.attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        causal=bool(is_causal) and attention_mask is None and query.shape[2] > 1,
+        scale=scaling,
+        softcap=softcap,
+        dropout_p=dropout,
+        return_weights="per_head" if output_attentions else None,
+        return_lse=True,
+    )
+    weights = rest[0] if output_attentions else None
+    if s_aux is not None:
+        share = torch.sigmoid(rest[-1] - s_aux.reshape(-1, 1)).to(out.dtype).unsqueeze(-1)  # of the softmax, left by the sink
+        out = out * share
+        weights = weights * share if output_attentions else None
+    return out.transpose(1, 2).contiguous(), weights
