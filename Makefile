@@ -31,7 +31,7 @@ bench: setup
 	cd benchmarks && for file in $$(ls bench_*.py | grep -v _gpu); do $(RUN)/python $$file || exit 1; done
 
 # The kernels alone, without torch, under AddressSanitizer and UndefinedBehaviorSanitizer. (make -j compiles side by side.)
-SANITIZED := $(patsubst %.cpp,build/sanitize/%.o,tests/sanitize.cpp csrc/cpu/tasks.cpp $(wildcard csrc/cpu/levels/*.cpp))
+SANITIZED := $(patsubst %.cpp,build/sanitize/%.o,tests/sanitize.cpp csrc/cpu/levels.cpp csrc/cpu/tasks.cpp $(wildcard csrc/cpu/levels/*.cpp))
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
 build/sanitize/%.o: %.cpp $(CPP)

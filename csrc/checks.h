@@ -2,7 +2,7 @@
 // Python has already refused bad arguments with better words; these guard the ops against being called past it.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <optional>
 #include <string>

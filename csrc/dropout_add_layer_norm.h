@@ -1,7 +1,7 @@
 // What the glue of dropout_add_layer_norm is on every device: tensors in, the kernels' arguments and room for the results out.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
 
 #include "checks.h"
 

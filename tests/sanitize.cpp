@@ -9,8 +9,7 @@
 #include <initializer_list>
 #include <vector>
 
-#include "../csrc/cpu/amx.h"
-#include "../csrc/cpu/kernels.h"
+#include "../csrc/cpu/levels.h"
 
 using namespace ft;
 
@@ -211,47 +210,41 @@ void run_linear(const Kernels& kernels, int dtype, int64_t rows, int64_t n, int6
 }
 
 int main() {
-  std::vector<const Kernels*> tables = {&kernels_generic};
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) tables.push_back(&kernels_avx2);
-  if (__builtin_cpu_supports("avx512bw")) tables.push_back(&kernels_avx512);
-  if (__builtin_cpu_supports("avx512bf16")) tables.push_back(&kernels_avx512_bf16);
-  if (amx_usable()) tables.push_back(&kernels_amx);
-#endif
+  const std::vector<Kernels> levels = find_levels();
   int runs = 0;
-  for (const Kernels* kernels : tables)
+  for (const Kernels& kernels : levels)
     for (int dtype = 0; dtype < kDTypes; ++dtype)
       for (int64_t n : {1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 129, 1000, 1024, 1025, 4095, 4097, 5000})
         for (int64_t rows : {1, 2, 17})
           for (int options = 0; options < 16; ++options)
             for (const Dropout& dropout : {Dropout(), Dropout(0.3, 7)}) {
-              run(*kernels, dtype, rows, n, dropout, options);
+              run(kernels, dtype, rows, n, dropout, options);
               ++runs;
             }
-  for (const Kernels* kernels : tables)
+  for (const Kernels& kernels : levels)
     for (int dtype = 0; dtype < kDTypes; ++dtype)
       for (int64_t L : {1, 65})
         for (int64_t S : {1, 31, 200})
           for (int64_t D : {1, 20, 64})
             for (int options = 0; options < 128; ++options) {
               if (options & 32 && !(options & 3)) continue;
-              run_attention(*kernels, dtype, L, S, D, D == 20 ? 7 : D, options);
+              run_attention(kernels, dtype, L, S, D, D == 20 ? 7 : D, options);
               ++runs;
             }
-  for (const Kernels* kernels : tables)
+  for (const Kernels& kernels : levels)
     for (int dtype = 0; dtype < kDTypes; ++dtype)
       for (int64_t L : {1, 4, 19})
         for (int64_t S : {1, 15, 16, 67, 130})
           for (int64_t D : {1, 3, 16, 17, 31, 64, 100}) {
-            run_additive(*kernels, dtype, L, S, D);
+            run_additive(kernels, dtype, L, S, D);
             ++runs;
           }
-  for (const Kernels* kernels : tables)
+  for (const Kernels& kernels : levels)
     for (int dtype = 0; dtype < kDTypes; ++dtype)
       for (int64_t rows : {1, 2, 3, 4, 7, 65})
         for (int64_t n : {1, 5, 16, 37})
           for (int64_t k : {1, 7, 16, 33, 1024, 1100}) {
-            run_linear(*kernels, dtype, rows, n, k, static_cast<Activation>(runs % 5));
+            run_linear(kernels, dtype, rows, n, k, static_cast<Activation>(runs % 5));
             ++runs;
           }
   printf("%d runs of the kernels, nothing read or written out of bounds\n", runs);

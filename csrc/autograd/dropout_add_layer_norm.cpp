@@ -1,3 +1,5 @@
+#include <ATen/ops/zeros_like.h>
+
 #include <tuple>
 
 #include "autograd.h"

@@ -1,7 +1,8 @@
 // Output tensors of the CPU kernels.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 
 #if defined(__linux__)
 #include <sys/mman.h>

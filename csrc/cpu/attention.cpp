@@ -1,4 +1,7 @@
 // Torch glue of the CPU kernels in attention_*_kernels.h: tensors, tasks for the threads, registration.
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>

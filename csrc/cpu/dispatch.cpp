@@ -2,33 +2,18 @@
 
 #include <c10/util/Exception.h>
 
-#include "amx.h"
+#include "levels.h"
 
 namespace ft {
 namespace {
 
-std::vector<const Kernels*> find_usable() {
-  std::vector<const Kernels*> usable = {&kernels_generic};
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    usable.push_back(&kernels_avx2);
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && usable.size() == 2) usable.push_back(&kernels_avx512);
-  if (__builtin_cpu_supports("avx512bf16") && usable.size() == 3) usable.push_back(&kernels_avx512_bf16);
-  if (usable.size() == 4 && amx_usable()) usable.push_back(&kernels_amx);
-#endif
-  return usable;
-}
-
-const std::vector<const Kernels*>& usable() {
-  static const std::vector<const Kernels*> tables = find_usable();
+const std::vector<Kernels>& usable() {
+  static const std::vector<Kernels> tables = find_levels();
   return tables;
 }
 
 const Kernels*& active() {
-  static const Kernels* table = usable().back();
+  static const Kernels* table = &usable().back();
   return table;
 }
 
@@ -38,7 +23,7 @@ const Kernels& kernels() { return *active(); }
 
 std::vector<std::string> levels() {
   std::vector<std::string> names;
-  for (const Kernels* table : usable()) names.push_back(table->name);
+  for (const Kernels& table : usable()) names.push_back(table.name);
   return names;
 }
 
@@ -52,9 +37,9 @@ bool is_amd() {
 }
 
 void use_level(const std::string& name) {
-  for (const Kernels* table : usable()) {
-    if (name == table->name) {
-      active() = table;
+  for (const Kernels& table : usable()) {
+    if (name == table.name) {
+      active() = &table;
       return;
     }
   }

@@ -147,6 +147,7 @@ class Tasks {
   int64_t next_ = 0;
 };
 
+// The kernels of one instruction set, by dtype. A level leaves out (null) what is as in the level below: levels.h.
 struct Kernels {
   const char* name;
   void (*layer_norm_forward[2][kDTypes])(const LayerNormForward&, int64_t begin_row, int64_t end_row);  // [wide_residual]

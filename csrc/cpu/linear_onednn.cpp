@@ -1,6 +1,8 @@
 // Matrix products of linear layers through oneDNN, as torch ships it: at::linear takes it for half precision only, and leaves
 // float32 to MKL, which runs at half of that on AMD's processors.
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/matmul.h>
 #include <torch/library.h>
 
 #include <string>

@@ -1,4 +1,4 @@
-// A CPU that says it can do everything: included before csrc/cpu/dispatch.cpp and tests/sanitize.cpp.
+// A CPU that says it can do everything: included before csrc/cpu/levels.cpp.
 #pragma once
 
 #include <cpuid.h>

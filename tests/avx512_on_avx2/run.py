@@ -20,9 +20,9 @@ EMULATED = f"-I{HERE} -mavx2 -mfma -mf16c -DFT_AVX512 -x c++ csrc/cpu/levels/tab
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 FLAGS = {
     "sanitized": f"-O1 -g -DFT_POISON {SANITIZE}",
-    "optimized": f"-O2 -fPIC -fno-math-errno -I{TORCH / 'include'}",
+    "optimized": "-O2 -fPIC -fno-math-errno",
 }
-EVERYTHING_USABLE = f"-include {HERE / 'cpu.h'}"
+EVERYTHING_USABLE = f"-include {HERE / 'cpu.h'} csrc/cpu/levels.cpp"
 TESTS = "attention linear dropout_add_layer_norm dropout_add_rms_norm activation_dropout additive_attention philox".split()
 
 
@@ -44,9 +44,8 @@ def objects(kind: str, sources: dict[str, str]) -> str:
 
 
 def sanitize() -> None:
-    rest = {name: f"csrc/cpu/{name}.cpp" for name in ("tasks", "levels/generic", "levels/avx2")}
-    rest = {name.replace("/", "_"): source for name, source in rest.items()}
-    run = objects("sanitized", rest | {"main": f"{EVERYTHING_USABLE} tests/sanitize.cpp"})
+    names = ("csrc/cpu/tasks", "csrc/cpu/levels/generic", "csrc/cpu/levels/avx2", "tests/sanitize")
+    run = objects("sanitized", {Path(name).stem: f"{name}.cpp" for name in names} | {"levels": EVERYTHING_USABLE})
     compiler(SANITIZE, run, f"-o {OUT / 'run'}")
     subprocess.run([OUT / "run"], check=True)
 
@@ -56,8 +55,8 @@ def test() -> None:
     shutil.rmtree(PACKAGE, ignore_errors=True)
     shutil.copytree(ROOT / "fast_transformer", PACKAGE / "fast_transformer", ignore=shutil.ignore_patterns("__pycache__"))
     (module,) = (PACKAGE / "fast_transformer").glob("_C*.so")
-    own = objects("optimized", {"dispatch": f"{EVERYTHING_USABLE} csrc/cpu/dispatch.cpp"})
-    replaced = {"dispatch", *LEVELS}
+    own = objects("optimized", {"levels": EVERYTHING_USABLE})
+    replaced = {"levels", *LEVELS}
     built = " ".join(str(x) for x in ROOT.glob("build/temp*/csrc/**/*.o") if x.stem not in replaced)
     libraries = f"-L{TORCH / 'lib'} -lc10 -ltorch -ltorch_cpu -ltorch_python -Wl,-rpath,{TORCH / 'lib'}"
     compiler("-shared -fopenmp", built, own, libraries, f"-o {module}")

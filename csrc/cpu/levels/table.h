@@ -12,13 +12,35 @@
 #define FT_TABLE(level) FT_CONCAT(kernels_, level)
 #define FT_TEXT(x) #x
 #define FT_NAME(level) FT_TEXT(level)
-#define FT_EACH_DTYPE(kernel) {kernel<float>, kernel<bfloat16>, kernel<half>, kernel<double>}
+// By dtype. Instructions for bfloat16 change the kernels of that alone, tile registers those that multiply matrices: what is
+// left out is as in the level below.
+#if defined(FT_AVX512_BF16)
+#define FT_PRODUCTS(kernel) {nullptr, kernel<bfloat16>}
+#else
+#define FT_PRODUCTS(kernel) {kernel<float>, kernel<bfloat16>, kernel<half>, kernel<double>}
+#endif
+#if defined(FT_AMX)
+#define FT_EACH_DTYPE(kernel) \
+  {                           \
+  }
+#define FT_EACH_RESIDUAL(kernel) \
+  {                              \
+  }
+#elif defined(FT_AVX512_BF16)
+#define FT_EACH_DTYPE(kernel) FT_PRODUCTS(kernel)
+#define FT_EACH_RESIDUAL(kernel)                                                \
+  {                                                                             \
+    {nullptr, kernel<bfloat16, bfloat16>}, { nullptr, kernel<bfloat16, float> } \
+  }
+#else
+#define FT_EACH_DTYPE(kernel) FT_PRODUCTS(kernel)
 #define FT_EACH_RESIDUAL(kernel)                                                                      \
   {                                                                                                   \
     {kernel<float, float>, kernel<bfloat16, bfloat16>, kernel<half, half>, kernel<double, double>}, { \
       kernel<float, float>, kernel<bfloat16, float>, kernel<half, float>, kernel<double, double>      \
     }                                                                                                 \
   }
+#endif
 
 namespace ft {
 
@@ -31,10 +53,10 @@ extern const Kernels FT_TABLE(FT_LEVEL) = {
     FT_EACH_DTYPE(activation_forward),
     FT_EACH_DTYPE(activation_backward),
     FT_EACH_DTYPE(activation_backward_block),
-    FT_EACH_DTYPE(attention_forward),
+    FT_PRODUCTS(attention_forward),
     FT_EACH_DTYPE(attention_rows),
-    FT_EACH_DTYPE(attention_weight_sums),
-    FT_EACH_DTYPE(attention_backward),
+    FT_PRODUCTS(attention_weight_sums),
+    FT_PRODUCTS(attention_backward),
     FT_EACH_DTYPE(additive_forward),
     FT_EACH_DTYPE(additive_backward),
     FT_EACH_DTYPE(linear),
