@@ -11,6 +11,7 @@ hugging_face.register()
 VOCAB, LENGTH = 99, 17
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "patch_size": 16}
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1}
 T5_SIZES = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 BART_SIZES = {"vocab_size": VOCAB, "d_model": 32, "forced_eos_token_id": None} | {
@@ -26,6 +27,12 @@ MODELS = {  # what each is here for
     "t5": ("T5ForConditionalGeneration", "T5Config", T5_SIZES | SPECIAL),  # a bias that learns, cross-attention
     "bart": ("BartForConditionalGeneration", "BartConfig", BART_SIZES | SPECIAL),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", GROUPED | {"sliding_window": 5, "attn_logit_softcapping": 2.0}),
+    "splinter": ("SplinterModel", "SplinterConfig", SIZES),  # knows no sdpa, and does not say whether it is causal
+    "pegasus_x": (  # a decoder that knows no sdpa, and says that it is not causal
+        "PegasusXForConditionalGeneration",
+        "PegasusXConfig",
+        BART_SIZES | SPECIAL | {"block_size": 8, "num_global_tokens": 4, "stagger_local_blocks": False},
+    ),
     "gpt_oss": (  # sinks
         "GptOssForCausalLM",
         "GptOssConfig",
@@ -46,7 +53,7 @@ def inputs(name, padding):
     if padding:
         visible[1, slice(5) if padding == "left" else slice(-5, None)] = 0
     batch = {"input_ids": ids, "attention_mask": visible}
-    return batch | {"decoder_input_ids": ids[:, :9]} if name in ("t5", "bart") else batch
+    return batch | {"decoder_input_ids": ids[:, :9]} if name in ("t5", "bart", "pegasus_x") else batch
 
 
 def run(model, implementation, batch, **options):
@@ -83,6 +90,24 @@ def test_softcap_equals_eager(padding):
     # in float32: eager gives NaN in float64 where padding's window holds nothing but padding
     model, batch = build("gemma2", torch.float32), inputs("gemma2", padding)
     check(run(model, hugging_face.NAME, batch), run(model, "eager", batch), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("padding", [None, "right"])
+@pytest.mark.parametrize("name", ["splinter", "pegasus_x"])
+def test_models_without_sdpa_equal_eager(name, padding):
+    model, batch = build(name), inputs(name, padding)
+    check(run(model, hugging_face.NAME, batch), run(model, "eager", batch), tolerance=1e-6)  # Splinter's softmax is in float32
+
+
+def test_own_attention_gets_the_mask_of_eager():
+    """Git's text layers stay eager: they add the mask to their scores."""
+    config = transformers.GitConfig(**SIZES, vision_config=VISION)
+    model = transformers.GitForCausalLM(config).eval()
+    model.set_attn_implementation(hugging_face.NAME)
+    ids = torch.randint(3, VOCAB, (2, LENGTH))
+    other = ids.clone()
+    other[:, -1] = 2
+    assert torch.equal(model(ids).logits[:, :-1], model(other).logits[:, :-1])
 
 
 def test_sinks_equal_eager():
@@ -140,6 +165,13 @@ def test_dropout_in_training():
     first, again, other = (result[1] for result in results)
     assert torch.equal(first, again) and not torch.equal(first, other) and not torch.equal(first, without[1])
     assert first.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks"])
+def test_what_it_does_not_know(name):
+    x = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=name):
+        hugging_face.attention(torch.nn.Module(), x, x, x, None, **{name: torch.zeros(1, 2, 3, 1)})
 
 
 def test_unknown_dtype_of_a_mask():

@@ -32,8 +32,11 @@ inline uint32_t bits_below(int64_t count) { return count <= 0 ? 0 : count >= 32 
 inline uint32_t nonzero_bits(const uint8_t* bytes, int64_t count) {
 #if defined(FT_AVX512) || defined(FT_AVX2)
   uint8_t buffer[32] = {};
-  memcpy(buffer, bytes, count);
-  const __m256i zero = _mm256_cmpeq_epi8(_mm256_loadu_si256((const __m256i*)buffer), _mm256_setzero_si256());
+  if (count < 32) {  // a whole vector needs no copy
+    memcpy(buffer, bytes, count);
+    bytes = buffer;
+  }
+  const __m256i zero = _mm256_cmpeq_epi8(_mm256_loadu_si256((const __m256i*)bytes), _mm256_setzero_si256());
   return ~(uint32_t)_mm256_movemask_epi8(zero);
 #else
   uint32_t bits = 0;
@@ -275,6 +278,7 @@ class ScoreTile {
       read_mask(mask_row() + q * p.mask.query, row);
       for (int w = 0; w * kStrip < keys; ++w) visible_[w * kQueries + q] &= (Word)row[w];
     }
+    if (p.mask.data && !shared) fetch_next(p.mask, mask_row());
     strip_count = 0;
     for (int w = 0; w * kStrip < keys; ++w) {
       Strip strip = {w * kStrip, keys - w * kStrip < kStrip ? (int)keys : (w + 1) * kStrip, 0, vectors(), false};
@@ -336,6 +340,17 @@ class ScoreTile {
       }
   }
 
+  // Has the products fetch what a tensor like the scores, at `here` for this block, has for the one that comes next: of the
+  // same queries in forward, of the same keys in backward.
+  template <typename X>
+  void fetch_next(const Scores& x, const X* here) {
+    const int64_t left = derivative_ ? problem_.L - first_query - kQueries : problem_.S - first_key - keys_;
+    const int64_t most = derivative_ ? kQueries : keys_, next = left < most ? left : most;
+    if (next <= 0) return;
+    const int64_t rows = derivative_ ? next : queries, columns = derivative_ ? keys : next;
+    ahead.add(here + (derivative_ ? kQueries * x.query : keys_ * x.key), x.query, x.query ? rows : 1, x.key ? columns : 1);
+  }
+
   // The mask of the block's first query, and a row of it as bits.
   const uint8_t* mask_row() const {
     const Scores& mask = problem_.mask;
@@ -368,6 +383,10 @@ class ScoreTile {
     bias_here_ = values;
     if (block.at == at && block.queries == queries && block.keys == keys) return block.shows;
     load_scores<T>(bias, batch_, head_, first_query, queries, first_key, keys, values);
+    if (bias.dtype == DType::f32 && sizeof(C) == sizeof(float))
+      fetch_next(bias, (const C*)bias.data + at);
+    else
+      fetch_next(bias, (const T*)bias.data + at);
     Vec<C> top = splat<C>(-INFINITY);
     for (int64_t key = 0; key < keys; ++key)
       for (int v = 0; v * n < queries; ++v) {

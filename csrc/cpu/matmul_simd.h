@@ -65,7 +65,8 @@ class Ahead {
     const char* data;
     int64_t count, stride, size;  // stride and size in bytes
   };
-  Rows rows_[8];
+  static constexpr int kMost = 12;
+  Rows rows_[kMost];
   int count_ = 0, next_ = 0;
   const int lines_;  // at a time
 
@@ -78,7 +79,9 @@ class Ahead {
 
   template <typename T>
   void add(const T* data, int64_t stride, int64_t rows, int64_t columns) {
-    if (rows > 0) rows_[count_++] = {(const char*)data, rows, stride * (int64_t)sizeof(T), columns * (int64_t)sizeof(T)};
+    if (next_ == count_) clear();
+    if (rows <= 0 || count_ == kMost) return;
+    rows_[count_++] = {(const char*)data, rows, stride * (int64_t)sizeof(T), columns * (int64_t)sizeof(T)};
   }
 
   void fetch() {

@@ -6,14 +6,14 @@
     model = AutoModel.from_pretrained(name, attn_implementation="fast_transformer")  # or model.set_attn_implementation(...)
 
 It takes the place of "sdpa", and takes what that leaves to "eager" or to a slower path: attention weights
-(`output_attentions=True`), softcaps (Gemma 2), sinks (GPT-OSS), dropout, and position biases that learn (T5). Grouped-query
-heads are read where they lie, never repeated.
+(`output_attentions=True`, where the model hands that down), softcaps (Gemma 2), sinks (GPT-OSS), dropout, and position biases
+that learn (T5). Grouped-query heads are read where they lie, never repeated.
 """
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from .. import functional
 
@@ -21,9 +21,25 @@ NAME = "fast_transformer"
 
 
 def register() -> None:
-    """Makes "fast_transformer" a name that every model of transformers takes as `attn_implementation`."""
+    """Makes "fast_transformer" an `attn_implementation` of the models that choose theirs by name."""
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # bool, True = attend, or None where is_causal says it all
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def mask(*args, config: PretrainedConfig, **kwargs) -> Tensor | None:
+    """What a model's mask is made by; the arguments are those of transformers' own mask functions.
+
+    A causal mask is always written out: for "sdpa" some models leave it out, and say elsewhere, by that name, what they mean.
+    """
+    kwargs["allow_is_causal_skip"] = False
+    return (sdpa_mask if _knows_sdpa(type(config)) else eager_mask)(*args, config=config, **kwargs)
+
+
+@torch.compiler.assume_constant_result
+def _knows_sdpa(config: type[PretrainedConfig]) -> bool:
+    """Whether a model takes bool masks; others may add what they get to their scores."""
+    models = MODEL_MAPPING.get(config, ())
+    return all(model._supports_sdpa for model in (models if isinstance(models, tuple) else (models,)))
 
 
 def attention(
@@ -60,17 +76,23 @@ def attention(
 
     Returns:
         (B, L, H, Dv), contiguous, and the weights (B, H, L, S) or None.
+
+    Raises:
+        ValueError: the model asks for sparse attention by indices, or for sinks of another kind; or as `functional.attention`.
     """
+    for name in ("indices", "block_indices", "sinks"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f'{NAME} attention knows no {name}; use attn_implementation="eager" for {type(module).__name__}')
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    mask, bias = attention_mask, position_bias
-    if mask is not None and mask.dtype != torch.bool:
-        mask, bias = None, mask if bias is None else bias + mask
+        is_causal = getattr(module, "is_causal", False)
+    visible, bias = attention_mask, position_bias
+    if visible is not None and visible.dtype != torch.bool:
+        visible, bias = None, visible if bias is None else bias + visible
     out, *rest = functional.attention(
         query,
         key,
         value,
-        mask=mask,
+        mask=visible,
         bias=bias,
         causal=bool(is_causal) and attention_mask is None and query.shape[2] > 1,
         scale=scaling,
