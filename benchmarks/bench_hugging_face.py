@@ -57,7 +57,7 @@ def main():
                 ours, *others = (run() for run in variants.values())
                 for other in others:
                     torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-3)
-            times = interleave(variants, seconds=4.0, rounds=5)
+            times = interleave(variants, seconds=3.0, rounds=4)
             for implementation, ms in times.items():
                 row = {"model": name, "work": work, "batch": batch, "length": length, "attention": implementation} | ms
                 rows.append(row | {"over": ms["median_ms"] / times[hugging_face.NAME]["median_ms"]})

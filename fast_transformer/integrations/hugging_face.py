@@ -13,7 +13,7 @@ that learn (T5). Grouped-query heads are read where they lie, never repeated.
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, PretrainedConfig
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, eager_mask, sdpa_mask
 
 from .. import functional
 
@@ -26,13 +26,18 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, mask)
 
 
-def mask(*args, config: PretrainedConfig, **kwargs) -> Tensor | None:
+def mask(config: PretrainedConfig, **kwargs) -> Tensor | None:
     """What a model's mask is made by; the arguments are those of transformers' own mask functions.
 
-    A causal mask is always written out: for "sdpa" some models leave it out, and say elsewhere, by that name, what they mean.
+    Padding alone is one row for all queries. A causal mask is always written out: for "sdpa" some models leave it out, and say
+    elsewhere, by that name, what they mean.
     """
-    kwargs["allow_is_causal_skip"] = False
-    return (sdpa_mask if _knows_sdpa(type(config)) else eager_mask)(*args, config=config, **kwargs)
+    if not _knows_sdpa(type(config)):
+        return eager_mask(config=config, **kwargs)
+    padding, shape = kwargs.get("attention_mask"), (kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"])
+    if kwargs.get("mask_function") is bidirectional_mask_function and padding is not None and padding.shape[1:] == shape[3:]:
+        return padding.bool()[:, None, None, :].expand(shape)
+    return sdpa_mask(config=config, **kwargs | {"allow_is_causal_skip": False})
 
 
 @torch.compiler.assume_constant_result
