@@ -162,7 +162,7 @@ class ScoreTile {
 
   ScoreTile(const AttentionProblem& problem, bool derivative)
       : slopes(derivative && problem.softcap != 0 ? kKeys * kQueries : 0),
-        ahead(derivative ? 32 : 48),  // lines of 8 tensors for 5 products, or of 4 for 2
+        ahead(12 * (int)sizeof(T)),  // as measured: fewer come late, with more the product waits
         scores_(kKeys * kQueries),
         problem_(problem),
         derivative_(derivative),

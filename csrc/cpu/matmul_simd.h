@@ -60,6 +60,7 @@ constexpr int kTileVectors = 2;  // 6 x 2 sums, 2 vectors of B, 1 of A: 15 of 16
 
 // Memory that is used next, in rows. Products fetch some lines of it with every tile, so that it arrives while they compute:
 // a short head may take as long to come from memory as to work on, and the hardware's own prefetching ends with each page.
+// It goes to the second cache: the nearest waits for too few lines at once.
 class Ahead {
   struct Rows {
     const char* data;
@@ -87,7 +88,7 @@ class Ahead {
   void fetch() {
     for (int64_t lines = 0; lines < lines_ && next_ < count_;) {
       Rows& rows = rows_[next_];
-      for (int64_t at = 0; at < rows.size; at += 64, ++lines) __builtin_prefetch(rows.data + at);
+      for (int64_t at = 0; at < rows.size; at += 64, ++lines) __builtin_prefetch(rows.data + at, 0, 2);
       rows.data += rows.stride;
       if (--rows.count == 0) ++next_;
     }

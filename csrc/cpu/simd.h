@@ -287,23 +287,49 @@ inline void interleave(V a, V b, V& low, V& high, Lanes<lane...>) {
   high = __builtin_shufflevector(a, b, (n / 2 + lane / 2 + lane % 2 * n)...);
 }
 
-#if defined(FT_AVX2)
-// Shuffles within halves take one instruction where those across take two: four by four, then the halves change places.
-inline void transpose_floats(Vec<float> (&rows)[8]) {
-  Vec<float> columns[8];
-  for (int i = 0; i < 8; i += 4) {
-    const __m256d low01 = (__m256d)_mm256_unpacklo_ps(rows[i], rows[i + 1]),
-                  high01 = (__m256d)_mm256_unpackhi_ps(rows[i], rows[i + 1]);
-    const __m256d low23 = (__m256d)_mm256_unpacklo_ps(rows[i + 2], rows[i + 3]),
-                  high23 = (__m256d)_mm256_unpackhi_ps(rows[i + 2], rows[i + 3]);
-    columns[i] = (Vec<float>)_mm256_unpacklo_pd(low01, low23);
-    columns[i + 1] = (Vec<float>)_mm256_unpackhi_pd(low01, low23);
-    columns[i + 2] = (Vec<float>)_mm256_unpacklo_pd(high01, high23);
-    columns[i + 3] = (Vec<float>)_mm256_unpackhi_pd(high01, high23);
+#if defined(FT_AVX512) || defined(FT_AVX2)
+// Four by four within the quarters (or halves) of the vectors, where a shuffle needs no index and no second instruction: of
+// each group of four rows vector i then has the columns i, i + 4, ..., a quarter each.
+inline void transpose_fours(Vec<float> (&rows)[kLanes<float>]) {
+#if defined(FT_AVX512)
+  const auto low = [](Vec<float> a, Vec<float> b) { return (__m512d)_mm512_unpacklo_ps((__m512)a, (__m512)b); };
+  const auto high = [](Vec<float> a, Vec<float> b) { return (__m512d)_mm512_unpackhi_ps((__m512)a, (__m512)b); };
+  const auto low_pairs = [](__m512d a, __m512d b) { return (Vec<float>)_mm512_unpacklo_pd(a, b); };
+  const auto high_pairs = [](__m512d a, __m512d b) { return (Vec<float>)_mm512_unpackhi_pd(a, b); };
+#else
+  const auto low = [](Vec<float> a, Vec<float> b) { return (__m256d)_mm256_unpacklo_ps((__m256)a, (__m256)b); };
+  const auto high = [](Vec<float> a, Vec<float> b) { return (__m256d)_mm256_unpackhi_ps((__m256)a, (__m256)b); };
+  const auto low_pairs = [](__m256d a, __m256d b) { return (Vec<float>)_mm256_unpacklo_pd(a, b); };
+  const auto high_pairs = [](__m256d a, __m256d b) { return (Vec<float>)_mm256_unpackhi_pd(a, b); };
+#endif
+#pragma GCC unroll 4
+  for (int i = 0; i < kLanes<float>; i += 4) {
+    const auto low01 = low(rows[i], rows[i + 1]), high01 = high(rows[i], rows[i + 1]);
+    const auto low23 = low(rows[i + 2], rows[i + 3]), high23 = high(rows[i + 2], rows[i + 3]);
+    rows[i] = low_pairs(low01, low23);
+    rows[i + 1] = high_pairs(low01, low23);
+    rows[i + 2] = low_pairs(high01, high23);
+    rows[i + 3] = high_pairs(high01, high23);
   }
-  for (int i = 0; i < 4; ++i) {
-    rows[i] = (Vec<float>)_mm256_permute2f128_ps(columns[i], columns[i + 4], 0x20);
-    rows[i + 4] = (Vec<float>)_mm256_permute2f128_ps(columns[i], columns[i + 4], 0x31);
+}
+
+inline void transpose_floats(Vec<float> (&rows)[kLanes<float>]) {
+  transpose_fours(rows);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {  // ... and the quarters, or halves, change places
+#if defined(FT_AVX512)
+    const __m512 a = (__m512)rows[i], b = (__m512)rows[i + 4], c = (__m512)rows[i + 8], d = (__m512)rows[i + 12];
+    const __m512 even_ab = _mm512_shuffle_f32x4(a, b, 0x88), odd_ab = _mm512_shuffle_f32x4(a, b, 0xDD);
+    const __m512 even_cd = _mm512_shuffle_f32x4(c, d, 0x88), odd_cd = _mm512_shuffle_f32x4(c, d, 0xDD);
+    rows[i] = (Vec<float>)_mm512_shuffle_f32x4(even_ab, even_cd, 0x88);
+    rows[i + 4] = (Vec<float>)_mm512_shuffle_f32x4(odd_ab, odd_cd, 0x88);
+    rows[i + 8] = (Vec<float>)_mm512_shuffle_f32x4(even_ab, even_cd, 0xDD);
+    rows[i + 12] = (Vec<float>)_mm512_shuffle_f32x4(odd_ab, odd_cd, 0xDD);
+#else
+    const __m256 a = (__m256)rows[i], b = (__m256)rows[i + 4];
+    rows[i] = (Vec<float>)_mm256_permute2f128_ps(a, b, 0x20);
+    rows[i + 4] = (Vec<float>)_mm256_permute2f128_ps(a, b, 0x31);
+#endif
   }
 }
 #endif
@@ -311,8 +337,8 @@ inline void transpose_floats(Vec<float> (&rows)[8]) {
 template <typename C>
 inline void transpose(Vec<C> (&rows)[kLanes<C>]) {
   constexpr int n = kLanes<C>;
-#if defined(FT_AVX2)
-  if constexpr (n == 8) return transpose_floats(rows);
+#if defined(FT_AVX512) || defined(FT_AVX2)
+  if constexpr (sizeof(C) == sizeof(float)) return transpose_floats(rows);
 #endif
   Vec<C> other[n];
 #pragma GCC unroll 4
