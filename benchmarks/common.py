@@ -99,13 +99,13 @@ def copy_rate_cuda() -> float:
 def write_csv(name: str, rows: list[dict[str, object]], device: str = "cpu") -> Path:
     """Replaces results/<name>.csv; every row carries where and with what it was measured.
 
-    What a CPU without AVX-512 gives goes to a folder of its level, as results/avx2/<name>.csv.
+    What a CPU without AVX-512, or with AMX, gives goes to a folder of its level, as results/avx2/<name>.csv.
     """
     folder = RESULTS
     if device == "cpu":
         level = ops.build_info()["cpu_level"]
         where = {"cpu": cpu_name(), "level": level, "threads": torch.get_num_threads()}
-        if level in ("generic", "avx2"):
+        if level in ("generic", "avx2", "amx"):
             folder = RESULTS / level
     else:
         where = {"gpu": torch.cuda.get_device_name(), "triton": version("triton"), "cudnn": torch.backends.cudnn.version()}

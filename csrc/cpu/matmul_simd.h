@@ -72,8 +72,7 @@ class Ahead {
   const int lines_;  // at a time
 
  public:
-  // 64 x 64 floats are 256 lines and 11 rows of tiles, of 64 columns. So `lines` for 64 columns is right where that many / 23
-  // blocks come from memory for each product.
+  // `lines` with a tile of 64 columns, in proportion with others.
   explicit Ahead(int lines) : lines_(lines * kTileVectors * kLanes<float> / 64) {}
 
   void clear() { count_ = next_ = 0; }
