@@ -26,6 +26,15 @@ inline DType dtype_of(const at::Tensor& t) {
 
 inline at::ScalarType compute_type(const at::Tensor& t) { return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
+// Whether query (B, H, L, D), key (B, Hkv, S, D) and value (B, Hkv, S, Dv) fit together: each key head serves H / Hkv heads.
+inline bool heads_fit(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
+  if (query.dim() != 4 || key.dim() != 4 || value.dim() != 4) return false;
+  const int64_t heads = query.size(1), kv_heads = key.size(1);
+  return key.size(0) == query.size(0) && key.size(3) == query.size(3) && value.size(0) == key.size(0) &&
+         value.size(1) == kv_heads && value.size(2) == key.size(2) && heads >= 1 && kv_heads >= 1 && heads % kv_heads == 0 &&
+         query.size(3) >= 1 && value.size(3) >= 1;
+}
+
 inline void check_linear(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias) {
   TORCH_CHECK_VALUE(weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1) && weight.size(1) >= 1,
                     "expected x (..., K) and a weight (N, K) with K >= 1, got ", x.sizes(), " and ", weight.sizes());

@@ -11,6 +11,7 @@
 #include <array>
 
 #include "blocks.h"
+#include "checks.h"
 #include "cpu/dispatch.h"
 #include "philox.h"
 #include "signatures.h"
@@ -106,6 +107,7 @@ void expose(pybind11::module& m, const char* name, c10::TypedOperatorHandle<Resu
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", build_info, "Versions and instruction sets this module was built for, and those in use.");
   m.def("use_level", ft::use_level, pybind11::arg("name"), "Run the CPU kernels of one of build_info()['cpu_levels'].");
+  m.def("heads_fit", ft::heads_fit, "Whether query, key and value of attention fit together.");
   m.def("ready", ready, "Whether the CPU kernels take these tensors without a closer look.");
   expose(m, "attention", ft::find_op<ft::AttentionOp>("fast_transformer::attention"));
   expose(m, "additive_scores", ft::find_op<ft::AdditiveScoresOp>("fast_transformer::additive_scores"));

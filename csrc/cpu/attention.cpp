@@ -52,6 +52,8 @@ struct Call {
   Call(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& m, const OptionalTensor& b, int64_t first,
        int64_t last, double scale, double softcap, double dropout_p, const OptionalTensor& seed, AttentionProblem& p)
       : query(as_heads(q)), key(as_heads(k)), value(as_heads(v)) {
+    TORCH_CHECK_VALUE(heads_fit(q, k, v) && k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(),
+                      "query, key and value do not fit: ", q.sizes(), " ", k.sizes(), " ", v.sizes());
     p.query = const_heads(query);
     p.key = const_heads(key);
     p.value = const_heads(value);
@@ -62,10 +64,6 @@ struct Call {
     p.S = key.size(2);
     p.D = query.size(3);
     p.Dv = value.size(3);
-    TORCH_CHECK_VALUE(p.kv_heads >= 1 && p.heads % p.kv_heads == 0 && p.D >= 1 && p.Dv >= 1 && key.size(0) == p.batch &&
-                          value.size(0) == p.batch && value.size(1) == p.kv_heads && value.size(2) == p.S &&
-                          key.size(3) == p.D && key.scalar_type() == q.scalar_type() && value.scalar_type() == q.scalar_type(),
-                      "query, key and value do not fit: ", q.sizes(), " ", k.sizes(), " ", v.sizes());
     p.first = std::clamp(first, -p.L, p.S);
     p.last = std::clamp(last, -p.L, p.S);
     p.scale = scale;
@@ -174,14 +172,14 @@ Tensor bias_parts(const Tensor& bias, const AttentionBackward& args, BiasGrad& g
     const int64_t batches = args.batch_tasks, heads = g.over_heads ? args.head_tasks : args.heads;
     const bool whole = (!g.over_batches || batches == 1) && (!g.over_heads || heads == 1);
     const auto options = whole ? bias.options() : bias.options().dtype(compute_type(bias));
-    parts = empty({batches, heads, 1, rows, columns}, options);
+    parts = empty({batches, heads, rows, columns}, options);
   } else {
     parts = at::zeros({args.batch, args.heads, args.chunks, rows, columns}, bias.options().dtype(at::kDouble));
   }
   g.dtype = dtype_of(parts);
   g.batch = parts.stride(0);
   g.head = parts.stride(1);
-  g.chunk = parts.stride(2);
+  if (!g.dense()) g.chunk = parts.stride(2);
   g.data = parts.mutable_data_ptr();
   return parts;
 }
@@ -241,7 +239,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   run(args, args.batch_tasks * args.head_tasks * args.chunks, kernels().attention_backward[dtype]);
   if (args.chunks > 1) grad_query.copy_(query_parts.sum(0));
   if (bias_grad) {
-    if (grad_bias.numel() != bias->numel()) grad_bias = at::sum_to(grad_bias.sum(2), bias->sizes());
+    if (grad_bias.dim() == 5) grad_bias = grad_bias.sum(2);
+    if (grad_bias.numel() != bias->numel()) grad_bias = at::sum_to(grad_bias, bias->sizes());
     grad_bias = grad_bias.to(bias->scalar_type()).reshape(bias->sizes());
   }
   return {grad_query, grad_key, grad_value, grad_bias};

@@ -387,14 +387,12 @@ class ScoreTile {
       fetch_next(bias, (const C*)bias.data + at);
     else
       fetch_next(bias, (const T*)bias.data + at);
-    Vec<C> top = splat<C>(-INFINITY);
-    for (int64_t key = 0; key < keys; ++key)
-      for (int v = 0; v * n < queries; ++v) {
-        const Vec<C> x = load(values + key * kQueries + v * n);
-        top = x <= top ? top : x;  // a NaN stays
-      }
     bool shows = false;
-    for (int i = 0; i < n; ++i) shows |= !(top[i] == -INFINITY);
+    for (int64_t key = 0; key < keys && !shows; ++key)
+      for (int v = 0; v * n < queries; ++v) {
+        const Ints<C> seen = load(values + key * kQueries + v * n) != -INFINITY;
+        for (int i = 0; i < n; ++i) shows |= seen[i] != 0;
+      }
     block = {at, queries, keys, shows};
     return shows;
   }

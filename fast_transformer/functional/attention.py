@@ -118,14 +118,10 @@ def _check_options(query, key, mask, bias, causal, query_offset, window, return_
 
 
 def _fit(query, key, value, quick) -> bool:
-    """Whether these three are right and what they usually are."""
-    if key is None or value is None or not (quick or plain(query, key, value)):
+    """Whether these three are right and what they usually are, without a word on what is wrong."""
+    if ops.missing is not None or torch.compiler.is_compiling() or key is None or value is None:
         return False
-    q, k, v = query.shape, key.shape, value.shape
-    if not len(q) == len(k) == len(v) == 4:
-        return False
-    (B, H, _, D), (_, Hkv, _, _) = q, k
-    return k[0] == B and k[3] == D > 0 and v[:3] == k[:3] and v[3] > 0 and Hkv > 0 and H > 0 and H % Hkv == 0
+    return (quick or plain(query, key, value)) and ops.heads_fit(query, key, value)
 
 
 def _check_query_key_value(query, key, value) -> None:

@@ -1,6 +1,6 @@
 """One file per fused op: its registration with PyTorch and the call that `functional` makes."""
 
-from ._extension import BUILD_COMMAND, build_info, cpu_level, cuda_archs, missing, ready
+from ._extension import BUILD_COMMAND, build_info, cpu_level, cuda_archs, heads_fit, missing, ready
 from .activation_dropout import activation_dropout, dropout
 from .additive_attention import additive_scores, additive_scores_triton
 from .attention import attention, attention_triton, triton_interpreted, triton_missing
@@ -24,6 +24,7 @@ __all__ = [
     "encoder_layer",
     "feed_forward",
     "has_onednn",
+    "heads_fit",
     "linear",
     "linear_onednn",
     "missing",

@@ -29,6 +29,7 @@ def build_info() -> dict | None:
 
 
 ready = C and C.ready  # see functional.ready
+heads_fit = C and C.heads_fit  # whether the shapes of query, key and value of attention go together
 
 # The GPU architectures that the CUDA kernels were built for, as text; None if there are no CUDA kernels.
 cuda_archs: str | None = C and C.build_info()["cuda_archs"]
